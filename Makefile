@@ -1,0 +1,44 @@
+# Two commands do all the set-up: `make repro` and `make test`. Each builds the environments that it needs, once per
+# lock, in the user's cache folder.
+PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/orchestrator/bin
+.DEFAULT_GOAL := help
+.PHONY: help environments repro test lint unit contract e2e ui bench lock clean
+
+help: ## what there is
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+environments: ## build every environment of the demo (instant when built)
+	@$(PYTHON3) -m pipeline.environments
+
+repro: environments ## quantize, serve, measure, evaluate, decide; then say where the report is
+	@test -d .dvc || $(BIN)/dvc init --quiet
+	@$(BIN)/dvc repro
+	@$(BIN)/quantgate show
+
+test: lint unit contract e2e ## everything, the end-to-end run on the real engine included
+
+lint: environments
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
+
+unit: environments ## pure tests, under a minute
+	@$(BIN)/pytest tests/unit
+	@.venv/serve/bin/python -m pytest tests/serve_env
+
+contract: environments ## mock server, recorded logs, real argument parsers
+	@$(BIN)/pytest tests/contract
+
+e2e: environments ## real engine, real quantizer
+	@$(BIN)/pytest tests/e2e
+
+ui: environments ## MLflow on 127.0.0.1:5000
+	@$(BIN)/quantgate ui
+
+bench: environments ## ratios measured side by side in one run
+	@$(BIN)/python -m tests.bench
+
+lock: ## resolve the locks anew (needs uv)
+	@$(PYTHON3) -m pipeline.environments lock
+
+clean: ## forget results, checkpoints and MLflow runs; environments stay in the cache folder
+	rm -rf results artifacts mlruns .venv .dvc/cache .dvc/tmp

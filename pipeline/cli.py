@@ -1,0 +1,101 @@
+"""`quantgate plan | doctor | use | show | ui`: what a person types beside `dvc repro`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from pipeline.errors import UserInputError, run_main
+from pipeline.settings import load_parameters, load_settings, write_parameters
+from pipeline.settings.compose import profiles
+
+OVERRIDES = "Hydra overrides, e.g. profile=rtx4090, device=rtx4090, server.max_model_len=4096"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="quantgate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="what fits: the capacity table and the ordered levers, by arithmetic")
+    plan.add_argument("overrides", nargs="*", help=OVERRIDES)
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
+    doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    use = commands.add_parser("use", help="point params.yaml at a profile")
+    use.add_argument("profile", help="a name from conf/profile/")
+    commands.add_parser("show", help="the verdict table of the last run, and where the report is")
+    ui = commands.add_parser("ui", help="MLflow on 127.0.0.1")
+    ui.add_argument("--port", type=int, default=5000)
+    arguments = parser.parse_args()
+    action = {"plan": _plan, "doctor": _doctor, "use": _use, "show": _show, "ui": _ui}[arguments.command]
+    return run_main(lambda: action(arguments))
+
+
+def _overrides(given: list[str]) -> list[str]:
+    """The overrides with a profile: the one named, else the one whose device or model is asked for, else params.yaml's."""
+    for word in given:
+        if "=" not in word:
+            raise UserInputError(f"{word!r} isn't an override; write key=value ({OVERRIDES})")
+    keys = dict(word.split("=", 1) for word in given)
+    if "profile" in keys:
+        return given
+    for group in ("device", "model"):
+        for name in profiles():
+            if group in keys and load_settings([f"profile={name}"]).choices[group] == keys[group]:
+                return [f"profile={name}", *given]
+    return [f"profile={load_parameters()['profile']}", *given]
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from pipeline.planning import plan_of, render_plan
+
+    plan = plan_of(load_settings(_overrides(arguments.overrides)))
+    print(json.dumps(plan, indent=2) if arguments.json else render_plan(plan))
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from pipeline.doctor import examine, verdict
+    from pipeline.stages.environment import describe_machine
+
+    settings = load_settings(_overrides(arguments.overrides))
+    checks = examine(settings, describe_machine())
+    error = verdict(checks)
+    if arguments.json:
+        found = {"profile": settings.profile, "can_run": error is None, "checks": [dataclasses.asdict(c) for c in checks]}
+        print(json.dumps(found, indent=2))
+    else:
+        for check in checks:
+            fix = f" -> {check.fix}" if check.fix and check.status != "ok" else ""
+            print(f"{check.status:4}  {check.name}: {check.found}{fix}")
+    if error:
+        raise error
+
+
+def _use(arguments: argparse.Namespace) -> None:
+    path = write_parameters(arguments.profile)
+    print(f"{path.name} now names the profile {arguments.profile}; `dvc repro` runs it")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from pipeline.report.terminal import verdict_table
+    from pipeline.results import Verdict, load
+
+    print(verdict_table(load("results/verdict.json", Verdict)))
+    print(f"\nreport:  {Path('results/report.html').resolve()}")
+    print("MLflow:  `make ui`, then http://127.0.0.1:5000")
+
+
+def _ui(arguments: argparse.Namespace) -> None:
+    from pipeline.tracking import TRACKING_URI, server_command
+
+    command = server_command(TRACKING_URI, arguments.port)
+    print(f"MLflow: http://127.0.0.1:{arguments.port} (Ctrl-C ends it)", flush=True)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

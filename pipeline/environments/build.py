@@ -1,0 +1,192 @@
+"""Build an environment whole or not at all.
+
+The folder is made at its final path (scripts of a virtual environment carry absolute paths, so it can't be moved)
+and counts as finished only once the marker file stands in it; without the marker it is wiped and built again. A
+file lock keeps two builds of the same environment apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import EnvironmentUnfitError, UserInputError
+from pipeline.files import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = Path(__file__).parent / "locks"
+MARKER = ".quantgate-complete"
+PYTHON = (3, 11)  # requires-python of pyproject.toml; the locks are resolved for it
+
+# Environment -> what must import for it to count as built.
+ENVIRONMENTS = {
+    "orchestrator": "import dvc, hydra, mlflow, lm_eval, pydantic, pyarrow, scipy",
+    "serve": "import torch, transformers, vllm",
+    "autoawq": "import torch, awq",
+}
+
+
+def lock_file(name: str) -> Path:
+    """The lock of environment `name`; `UserInputError` for a name that isn't one."""
+    if name not in ENVIRONMENTS:
+        raise UserInputError(f"unknown environment {name!r}; there are {', '.join(ENVIRONMENTS)}")
+    return LOCKS / f"{name}.txt"
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/quantgate`, by default `~/.cache/quantgate`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"
+
+
+def environment_folder(name: str) -> Path:
+    """Where environment `name` lives: keyed by lock, Python version and machine type."""
+    digest = hashlib.sha256(lock_file(name).read_bytes()).hexdigest()[:16]
+    key = f"{name}-py{PYTHON[0]}.{PYTHON[1]}-{platform.machine()}-{digest}"
+    return cache_folder() / "environments" / key
+
+
+def is_complete(folder: Path) -> bool:
+    """True once the build has put its marker down and the interpreter is still there."""
+    return (folder / MARKER).is_file() and (folder / "bin" / "python").exists()
+
+
+def interpreter(name: str) -> Path:
+    """Path of the Python of environment `name`, building the environment first if needed."""
+    return ensure(name) / "bin" / "python"
+
+
+def ensure(name: str) -> Path:
+    """Make environment `name` exist and `.venv/<name>` point to it; returns its folder. Instant when built."""
+    folder = environment_folder(name)
+    if not is_complete(folder):
+        with _exclusive(folder):
+            if not is_complete(folder):
+                _build(name, folder)
+    _link(ROOT / ".venv" / name, folder)
+    return folder
+
+
+def base_interpreter() -> str:
+    """A Python of the locked version to make environments with."""
+    if sys.version_info[:2] == PYTHON:
+        return getattr(sys, "_base_executable", sys.executable) or sys.executable
+    found = shutil.which(f"python{PYTHON[0]}.{PYTHON[1]}")
+    if not found:
+        version = f"{PYTHON[0]}.{PYTHON[1]}"
+        raise EnvironmentUnfitError(
+            f"Python {version} is needed and not on the PATH; install it (for example `uv python install {version}`, "
+            f"`pyenv install {version}` or your distribution's python{version} with venv) and run again"
+        )
+    return found
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(folder.suffix + ".lock"), "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is building {folder.name}; waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _link(link: Path, folder: Path) -> None:
+    if link.is_symlink() and os.readlink(link) == str(folder):
+        return
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.exists() and not link.is_symlink():
+        raise UserInputError(f"{link} is in the way: it must be a link to {folder}; move it aside")
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.symlink_to(folder)
+    os.replace(temporary, link)
+
+
+def _build(name: str, folder: Path) -> None:
+    started = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    free = shutil.disk_usage(folder.parent).free
+    needed = 6 * 1024**3  # the largest (serve) measured 3.5 GB, plus pip's unpacking
+    if free < needed:
+        raise EnvironmentUnfitError(
+            f"{folder.parent}: {free / 1024**3:.1f} GiB free, building {name} needs {needed / 1024**3:.0f} GiB; "
+            "free some or point XDG_CACHE_HOME at a larger disk"
+        )
+    print(f"building environment {name} in {folder} (once per lock)", file=sys.stderr, flush=True)
+    log = folder.with_suffix(folder.suffix + ".log")
+    with open(log, "w", encoding="utf-8") as output:
+        _run(name, log, output, [base_interpreter(), "-m", "venv", str(folder)])
+        python = str(folder / "bin" / "python")
+        lines = [line for line in lock_file(name).read_text().splitlines() if line and not line.startswith("#")]
+        torch = [line for line in lines if line.startswith("torch==")]
+        if torch:
+            _install_torch(name, log, output, python, torch[0])
+        rest = write_text(folder / "requirements.txt", "\n".join(x for x in lines if x not in torch) + "\n")
+        _run(name, log, output, [*_pip(python), "--no-deps", "-r", str(rest)])
+        _run(name, log, output, [python, "-c", ENVIRONMENTS[name]], cwd=folder)
+    if name == "orchestrator":
+        _write_script(folder)
+    write_text(folder / MARKER, f"{lock_file(name).name}\n")
+    print(f"built {name} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+
+
+def _install_torch(name: str, log: Path, output: object, python: str, requirement: str) -> None:
+    """The CPU build isn't on PyPI: take it from where pip is configured to look, else from PyTorch's CPU index.
+
+    uv knows that index by itself (`--torch-backend cpu`), so no host is written down here.
+    """
+    attempt = subprocess.run(
+        [*_pip(python), "--no-deps", requirement], stdout=output, stderr=output, check=False  # type: ignore[call-overload]
+    )
+    if attempt.returncode == 0:
+        return
+    _run(name, log, output, [*_pip(python), "uv"])
+    _run(
+        name, log, output,
+        [python, "-m", "uv", "pip", "install", "--python", python, "--no-deps", "--torch-backend", "cpu", requirement],
+    )  # fmt: skip
+
+
+def _run(name: str, log: Path, output: object, command: list[str], cwd: Path | None = None) -> None:
+    result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, check=False)  # type: ignore[call-overload]
+    if result.returncode:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        errors = [line for line in text.splitlines() if "error" in line.lower() and "WARNING" not in line]
+        cause = errors[-1].strip() if errors else f"exit code {result.returncode}"
+        raise EnvironmentUnfitError(f"environment {name} couldn't be built: {cause} (log: {log})")
+
+
+def _write_script(folder: Path) -> None:
+    """The `quantgate` command: runs the code of the clone it is called from, since clones share the environment."""
+    script = folder / "bin" / "quantgate"
+    write_text(
+        script,
+        f"#!{folder}/bin/python\n"
+        '"""Run quantgate from the clone that this command is called through, or that the working folder lies in."""\n'
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "here = Path(os.path.abspath(sys.argv[0])).parents\n"
+        "for root in [*here, Path.cwd(), *Path.cwd().parents]:\n"
+        "    if (root / 'pipeline' / 'cli.py').is_file() and (root / 'dvc.yaml').is_file():\n"
+        "        sys.path.insert(0, str(root))\n"
+        "        break\n"
+        "else:\n"
+        "    sys.exit('error: no quantgate clone here; cd into one')\n"
+        "from pipeline.cli import main\n"
+        "sys.exit(main())\n",
+    )
+    script.chmod(0o755)

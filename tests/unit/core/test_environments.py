@@ -1,0 +1,91 @@
+"""An environment counts as built only when its build finished, and is keyed by its lock."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.environments import build
+from pipeline.errors import EnvironmentUnfitError, UserInputError
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache, a clone and a lock of our own; the build's commands are recorded instead of run."""
+    locks = tmp_path / "locks"
+    locks.mkdir()
+    (locks / "serve.txt").write_text("# lock\ntorch==2.13.0+cpu\nsix==1.0\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "LOCKS", locks)
+    monkeypatch.setattr(build, "ROOT", tmp_path / "clone")
+    return tmp_path
+
+
+def fake_run(made: list[list[str]], failing: str | None = None):  # type: ignore[no-untyped-def]
+    def run(command: list[str], **keywords: object) -> subprocess.CompletedProcess[str]:
+        made.append(command)
+        if "venv" in command:
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.write_text("")
+        code = 1 if failing and failing in " ".join(command) else 0
+        if code:
+            keywords["stdout"].write("ERROR: no matching distribution\n")  # type: ignore[attr-defined]
+            keywords["stdout"].flush()  # type: ignore[attr-defined]
+        return subprocess.CompletedProcess(command, code)
+
+    return run
+
+
+def test_built_once_and_linked(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", fake_run(made))
+    folder = build.ensure("serve")
+    assert (scratch / "clone/.venv/serve").resolve() == folder.resolve()
+    count = len(made)
+    assert build.ensure("serve") == folder
+    assert len(made) == count
+
+
+def test_torch_comes_first_and_falls_back_to_the_cpu_index(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", fake_run(made, failing="pip install --no-input --disable-pip-version-check --progress-bar off --no-deps torch"))
+    build.ensure("serve")
+    words = [" ".join(command) for command in made]
+    fallback = next(i for i, line in enumerate(words) if "--torch-backend cpu torch==2.13.0+cpu" in line)
+    rest = next(i for i, line in enumerate(words) if "-r " in line)
+    assert fallback < rest
+
+
+def test_interrupted_build_is_not_taken_for_a_finished_one(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", fake_run(made, failing="-r "))
+    with pytest.raises(EnvironmentUnfitError, match="no matching distribution"):
+        build.ensure("serve")
+    assert not build.is_complete(build.environment_folder("serve"))
+    leftover = build.environment_folder("serve") / "half"
+    leftover.write_text("")
+    monkeypatch.setattr(subprocess, "run", fake_run(made))
+    build.ensure("serve")
+    assert not leftover.exists()
+
+
+def test_changed_lock_is_another_environment(scratch: Path) -> None:
+    before = build.environment_folder("serve")
+    (scratch / "locks/serve.txt").write_text("six==2.0\n")
+    assert build.environment_folder("serve") != before
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UserInputError, match="orchestrator, serve, autoawq"):
+        build.lock_file("nope")
+
+
+def test_locks_name_no_host_and_no_path() -> None:
+    for name in build.ENVIRONMENTS:
+        text = build.lock_file(name).read_text()
+        assert not re.search(r"://|/|--index|--find-links", text.replace("pyproject.toml", ""))
+        assert "torchvision" not in text

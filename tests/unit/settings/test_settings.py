@@ -1,0 +1,90 @@
+"""Settings: what is wrong is named with its file, key and value; params.yaml can't drift from its profile."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.errors import UserInputError
+from pipeline.settings import load_parameters, load_settings, write_parameters
+from pipeline.settings.compose import profiles
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("profile", profiles(ROOT))
+def test_every_profile_is_valid(profile: str) -> None:
+    settings = load_settings([f"profile={profile}"], ROOT)
+    assert settings.profile == profile
+    assert settings.reference in settings.variants
+
+
+def test_demo_has_its_five_variants() -> None:
+    settings = load_settings(["profile=demo"], ROOT)
+    assert list(settings.variants) == ["bf16", "bf16-again", "bf16-fp8kv", "awq", "awq-fp8kv"]
+    assert settings.device.emulated
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("profile=nope", ["profile/nope", "demo"]),
+        ("load.levls=3", ["levls"]),
+        ("+load.levls=3", ["conf/load/demo.yaml", "levls", "unknown key"]),
+        ("load.levels=[0]", ["conf/load/demo.yaml", "levels", "0"]),
+        ("variant_names=[zz]", ["conf/variant/zz.yaml", "no such variant", "awq-fp8kv"]),
+        ("load.input_tokens=900", ["964", "max_model_len 512"]),
+        ("device.memory_utilization=1.2", ["conf/device/cpu-demo.yaml", "memory_utilization", "1.2"]),
+        ("reference=foo", ["reference 'foo'", "bf16"]),
+        ("model.source.kind=ftp", ["conf/model/smollm2-135m-instruct.yaml", "source"]),
+    ],
+)
+def test_wrong_input_is_named(override: str, words: list[str]) -> None:
+    with pytest.raises(UserInputError) as caught:
+        load_settings([override], ROOT)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_variant_file_with_a_wrong_value(clone: Path) -> None:
+    (clone / "conf/variant/awq.yaml").write_text("weights: awq\nkv_cache_dtype: fp9\ndescription: x\n")
+    with pytest.raises(UserInputError, match=r"conf/variant/awq\.yaml: kv_cache_dtype is 'fp9'.*fp8"):
+        load_settings(["profile=demo"], clone)
+
+
+def test_variant_file_that_is_not_yaml(clone: Path) -> None:
+    (clone / "conf/variant/awq.yaml").write_text("weights: [awq\n")
+    with pytest.raises(UserInputError, match=r"conf/variant/awq\.yaml"):
+        load_settings(["profile=demo"], clone)
+
+
+def test_parameters_follow_the_profile(clone: Path) -> None:
+    write_parameters("demo", clone)
+    assert (clone / "params.yaml").read_text() == (ROOT / "params.yaml").read_text()
+    assert load_parameters(clone)["profile"] == "demo"
+
+
+def test_parameters_that_drifted_are_refused(clone: Path) -> None:
+    path = clone / "params.yaml"
+    parameters = yaml.safe_load(path.read_text())
+    del parameters["variants"]["awq"]
+    path.write_text(yaml.safe_dump(parameters))
+    with pytest.raises(UserInputError, match="quantgate use demo"):
+        load_parameters(clone)
+
+
+def test_missing_parameters(clone: Path) -> None:
+    (clone / "params.yaml").unlink()
+    with pytest.raises(UserInputError, match="quantgate use demo"):
+        load_parameters(clone)
