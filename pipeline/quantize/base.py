@@ -1,0 +1,165 @@
+"""What to quantize and how, the small interface of a backend, and the run that ends in a proven folder.
+
+`quantize` runs in the orchestrator, which has no torch: the backend and the proof are modules of ours that run
+in the backend's environment as subprocesses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.errors import UserInputError
+from pipeline.files import read_json, sha256_file
+from pipeline.models.architectures import LAYER_LINEARS, geometry, linear_shape
+from pipeline.models.check import check_model, weight_bytes
+from pipeline.models.child import run_module
+from pipeline.models.prepare import replace_folder
+from pipeline.quantize.calibration import read_texts, refuse_overlap
+from pipeline.settings.schema import QuantizeRecipe
+
+# glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
+# quantization on a CPU. Keeping up to 4 GiB on the heap ends that (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
+ALLOCATOR_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+class QuantizeRequest(BaseModel):
+    """One quantization: folders, texts and the recipe. Paths are absolute or relative to the working folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_dir: Path
+    """Checked, unquantized model."""
+    out_dir: Path
+    """Where the quantized folder appears once every proof has passed."""
+    calibration_file: Path
+    """JSONL of {"id", "text"}."""
+    heldout_file: Path
+    """JSONL of {"id", "text"} for perplexity; no text of it may be calibration text."""
+    recipe: QuantizeRecipe
+    progress_file: Path | None = None
+    """Where the running module writes how far it is; set by the launcher."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the launcher must know about a backend: its module, its environment, its process settings."""
+
+    name: str
+    module: str
+    """Module run as `python -m MODULE request.json result.json`; writes `out_dir` and returns its evidence."""
+    environment: str
+    """Name of the environment (`.venv/<name>`) that it runs in."""
+    scheme: str
+    """Name of the weights scheme that comes out, as in `results/quantize/<scheme>.json`."""
+    process_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def backend(name: str) -> Backend:
+    """The backend of this name: the `BACKEND` of the module `pipeline.quantize.<name>`."""
+    try:
+        found: Backend = importlib.import_module(f"pipeline.quantize.{name}").BACKEND
+    except (ModuleNotFoundError, AttributeError):
+        raise UserInputError(
+            f"quantizer.backend={name!r} is unknown; there is no such module in pipeline/quantize"
+        ) from None
+    return found
+
+
+def quantize(
+    request: QuantizeRequest, env_python: str | Path, *, log_path: str | Path | None = None
+) -> dict[str, Any]:
+    """Quantize, prove, and only then put the folder in its place. Returns the record for `results/quantize/`.
+
+    `env_python` is the interpreter of the backend's environment. Everything happens in a temporary folder
+    beside `out_dir`; a failed proof leaves nothing there but the log (default `results/logs/quantize-<scheme>.log`).
+    Raises `UserInputError` before any work for a model or recipe that can't be quantized,
+    `QuantgateError` naming what a proof found broken, `EngineFailedError` when a subprocess died.
+    """
+    started = time.monotonic()
+    chosen = backend(request.recipe.backend)
+    check_request(request)
+    log = Path(log_path or f"results/logs/quantize-{chosen.scheme}.log")
+    log.unlink(missing_ok=True)
+    out = request.out_dir.absolute()
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    job = request.model_copy(
+        update={
+            "model_dir": request.model_dir.absolute(),
+            "out_dir": staging,
+            "calibration_file": request.calibration_file.absolute(),
+            "heldout_file": request.heldout_file.absolute(),
+        }
+    ).model_dump(mode="json", exclude={"progress_file"})
+    try:
+        made = run_module(
+            env_python, chosen.module, job, log, environment=chosen.process_environment, show_progress=True
+        )
+        made_at = time.monotonic()
+        proven = run_module(
+            env_python,
+            "pipeline.quantize.proof",
+            job,
+            log,
+            environment=chosen.process_environment,
+            show_progress=True,
+        )
+        replace_folder(staging, out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    ended = time.monotonic()
+    return {
+        "scheme": chosen.scheme,
+        "backend": chosen.name,
+        "versions": made["versions"],
+        "recipe": request.recipe.model_dump(mode="json"),
+        "calibration": {
+            "file": str(request.calibration_file),
+            "sha256": sha256_file(request.calibration_file),
+            **made["calibration"],
+        },
+        "heldout": {"file": str(request.heldout_file), "sha256": sha256_file(request.heldout_file)},
+        "device": made["device"],
+        **proven["evidence"],
+        "weight_bytes": weight_bytes(out),
+        "original_weight_bytes": weight_bytes(request.model_dir),
+        "size_on_disk_bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+        "wall_s": round(ended - started, 2),
+        "quantize_wall_s": round(made_at - started, 2),
+        "proof_wall_s": round(ended - made_at, 2),
+        "peak_memory_bytes": max(made["peak_memory_bytes"], proven["peak_memory_bytes"]),
+    }
+
+
+def check_request(request: QuantizeRequest) -> None:
+    """Everything that can be refused in milliseconds, before minutes of work. Raises `UserInputError`."""
+    check_model(request.model_dir)
+    read_texts(request.calibration_file)
+    refuse_overlap(request.calibration_file, request.heldout_file)
+    config_path = request.model_dir / "config.json"
+    sizes = geometry(read_json(config_path), str(config_path))
+    for linear in LAYER_LINEARS:
+        inputs = linear_shape(sizes, linear)[1]
+        if inputs % request.recipe.group_size:
+            fitting = [
+                size
+                for size in (32, 64, 128)
+                if all(linear_shape(sizes, name)[1] % size == 0 for name in LAYER_LINEARS)
+            ]
+            raise UserInputError(
+                f"quantizer.group_size={request.recipe.group_size} doesn't divide the {inputs} inputs of {linear} in "
+                f"{config_path}; allowed for this model: {', '.join(map(str, fitting)) or 'none'}"
+            )

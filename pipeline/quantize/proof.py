@@ -1,0 +1,263 @@
+"""Is the quantized folder what was asked for, and is it still the model? Read back from disk, gate by gate.
+
+Runs in the backend's environment (torch, transformers), as its own process: what the backend believes it wrote
+is not evidence. Request: a `QuantizeRequest`. Result: {"evidence", "peak_memory_bytes"}. A gate that fails
+raises `QuantgateError` naming the module and the number.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import QuantgateError, UserInputError
+from pipeline.files import read_json
+from pipeline.models.architectures import Geometry, geometry, linear_modules, linear_shape, other_tensors
+from pipeline.models.check import read_tensors
+from pipeline.models.child import Progress, child_main
+from pipeline.quantize.awq_format import BITS, PackedLinear
+from pipeline.quantize.base import QuantizeRequest
+from pipeline.quantize.calibration import pack_tokens, read_texts
+from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors
+from pipeline.quantize.perplexity import MAX_HELDOUT_TOKENS, WINDOW_TOKENS, perplexity
+from pipeline.settings.schema import QuantizeRecipe
+
+MIN_HELDOUT_TOKENS = 512
+HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about the same windows
+
+
+class Checkpoint:
+    """Tensors of a model folder by name, in float32; quantized modules come back dequantized."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
+
+        self._tensors = read_tensors(folder)
+        self._files = {
+            name: stack.enter_context(safe_open(folder / name, framework="pt"))
+            for name in {tensor.file for tensor in self._tensors.values()}
+        }
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored tensor; a missing one is a `QuantgateError`."""
+        if name not in self._tensors:
+            raise QuantgateError(f"{name} is missing from the checkpoint")
+        tensor: torch.Tensor = self._files[self._tensors[name].file].get_tensor(name)
+        return tensor
+
+    def packed(self, module: str) -> PackedLinear:
+        """The three packed tensors of a quantized module."""
+        return PackedLinear(
+            module, *(self.raw(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
+        )
+
+    def __call__(self, name: str) -> torch.Tensor:
+        module = name.removesuffix(".weight")
+        if f"{module}.qweight" in self._tensors:
+            return self.packed(module).dequantize()
+        return self.raw(name).to(torch.float32)
+
+
+def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
+    """Run every gate on the folder of the request; see the module's docstring."""
+    request = QuantizeRequest.model_validate(raw_request)
+    progress = Progress(request.progress_file)
+    config_path = request.model_dir / "config.json"
+    sizes = geometry(read_json(config_path), str(config_path))
+    with ExitStack() as stack, torch.inference_mode():
+        original, stored = Checkpoint(request.model_dir, stack), Checkpoint(request.out_dir, stack)
+        evidence = {
+            **check_config(read_json(request.out_dir / "config.json"), request.recipe),
+            **check_modules(stored, sizes, request.recipe.group_size),
+            **scan_finite(stored),
+            **check_effective_error(sizes, original, stored, request.recipe, progress),
+            **check_perplexity(request, sizes, stored, progress),
+        }
+    return {
+        "evidence": evidence,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def check_config(config: dict[str, Any], recipe: QuantizeRecipe) -> dict[str, Any]:
+    """What the engine will believe: method, bits, group size and zero point as the recipe says."""
+    written = config.get("quantization_config")
+    if written is None:
+        raise QuantgateError(
+            "config.json has no quantization_config: an engine would read packed weights as plain ones"
+        )
+    wanted = {
+        "quant_method": "awq",
+        "bits": recipe.bits,
+        "group_size": recipe.group_size,
+        "zero_point": recipe.zero_point,
+    }
+    for key, value in wanted.items():
+        if written.get(key) != value:
+            raise QuantgateError(
+                f"config.json: quantization_config.{key}={written.get(key)!r}, but the recipe asks for {value!r}"
+            )
+    if written.get("modules_to_not_convert"):
+        raise QuantgateError(
+            f"config.json: modules_to_not_convert={written['modules_to_not_convert']!r}, but every linear layer must be quantized"
+        )
+    return {"bits": BITS, "group_size": recipe.group_size, "zero_point": recipe.zero_point}
+
+
+def check_modules(stored: Checkpoint, sizes: Geometry, group_size: int) -> dict[str, Any]:
+    """Every linear module of the architecture is quantized, with the right shapes, and no other is."""
+    expected = linear_modules(sizes)
+    found = {name.removesuffix(".qweight") for name in stored.names() if name.endswith(".qweight")}
+    missing = [module for module in expected if module not in found]
+    if missing:
+        raise QuantgateError(
+            f"{len(expected) - len(missing)} of {len(expected)} linear modules are quantized; the first missing is {missing[0]}"
+        )
+    surplus = sorted(found - set(expected))
+    if surplus:
+        raise QuantgateError(f"{surplus[0]} is quantized, but the architecture keeps it in full precision")
+    absent = sorted(other_tensors(sizes).keys() - stored.names())
+    if absent:
+        raise QuantgateError(f"{absent[0]} is missing from the checkpoint")
+    zero_points: set[int] = set()
+    for module in expected:
+        packed = stored.packed(module)
+        layer_local = module.split(".", 3)[3]
+        packed.check(*linear_shape(sizes, layer_local), group_size)
+        zero_points.update(packed.qzeros.unique().tolist()[:2])
+    if len(zero_points) < 2:
+        raise QuantgateError(
+            "all zero points are one value: the groups are symmetric, but the recipe asks for zero points"
+        )
+    return {"quantized_modules": {"expected": len(expected), "found": len(found), "missing": missing}}
+
+
+def scan_finite(stored: Checkpoint) -> dict[str, Any]:
+    """Count NaN and infinity over every floating-point tensor; one is too many."""
+    scanned = 0
+    for name in sorted(stored.names()):
+        tensor = stored.raw(name)
+        if not tensor.is_floating_point():
+            continue
+        scanned += 1
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise QuantgateError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
+    return {"nan_inf": {"tensors_scanned": scanned, "found": 0}}
+
+
+def check_effective_error(
+    sizes: Geometry, original: Checkpoint, stored: Checkpoint, recipe: QuantizeRecipe, progress: Progress
+) -> dict[str, Any]:
+    """Relative weight error of every module within the recipe's range; see `effective_error`."""
+    check_unfolded_tensors(sizes, sorted(other_tensors(sizes)), original, stored)
+    low, high = recipe.effective_error_range
+    modules: dict[str, float] = {}
+    per_layer: list[float] = []
+    for layer in range(sizes.layers):
+        errors = layer_errors(layer, sizes, original, stored)
+        modules.update(errors)
+        per_layer.append(round(sum(errors.values()) / len(errors), 5))
+        progress("prove weights", layer + 1, sizes.layers)
+    outside = {name: error for name, error in modules.items() if not low <= error <= high}
+    if outside:
+        # NaN sorts as the worst there is.
+        name = max(
+            outside,
+            key=lambda key: (
+                math.inf if math.isnan(outside[key]) else abs(math.log(max(outside[key], 1e-9) / high))
+            ),
+        )
+        raise QuantgateError(
+            f"{len(outside)} of {len(modules)} modules have an effective weight error outside {low:.0%} to {high:.0%}; "
+            f"the worst is {name} with {outside[name]:.1%}"
+        )
+    worst = max(modules, key=lambda key: modules[key])
+    return {
+        "effective_error": {
+            "per_layer": per_layer,
+            "worst": {"module": worst, "value": round(modules[worst], 5)},
+            "mean": round(sum(modules.values()) / len(modules), 5),
+        }
+    }
+
+
+def check_perplexity(
+    request: QuantizeRequest, sizes: Geometry, stored: Checkpoint, progress: Progress
+) -> dict[str, Any]:
+    """Perplexity of both models, computed here by the same code on the same windows, the quantized one dequantized."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
+    tokens = [
+        tokenizer.encode(text.text, add_special_tokens=False) for text in read_texts(request.heldout_file)
+    ]
+    pieces = pack_tokens(
+        tokens,
+        MAX_HELDOUT_TOKENS // WINDOW_TOKENS,
+        WINDOW_TOKENS,
+        tokenizer.eos_token_id,
+        HELDOUT_SEED,
+    )
+    if sum(map(len, pieces)) < MIN_HELDOUT_TOKENS:
+        raise UserInputError(
+            f"{request.heldout_file}: gives {sum(map(len, pieces))} tokens in windows of {WINDOW_TOKENS}; "
+            f"at least {MIN_HELDOUT_TOKENS} are needed to compare perplexities"
+        )
+    on_cuda = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir,
+        torch_dtype="auto" if on_cuda else torch.float32,
+        attn_implementation="sdpa",
+    ).to("cuda" if on_cuda else "cpu")
+    model.eval()
+    before, predicted = perplexity(
+        model, pieces, _stepper(progress, "perplexity of the original", len(pieces))
+    )
+    load_dequantized(model, sizes, stored)
+    after, _ = perplexity(model, pieces, _stepper(progress, "perplexity of the quantized", len(pieces)))
+    ratio = after / before
+    if not ratio <= request.recipe.max_perplexity_ratio:
+        raise QuantgateError(
+            f"perplexity on held-out text went from {before:.2f} to {after:.2f}, a factor of {ratio:.3f}; "
+            f"the recipe allows max_perplexity_ratio={request.recipe.max_perplexity_ratio}"
+        )
+    return {
+        "perplexity": {
+            "original": round(before, 4),
+            "quantized": round(after, 4),
+            "ratio": round(ratio, 5),
+            "limit": request.recipe.max_perplexity_ratio,
+            "heldout_tokens": predicted,
+            "window_tokens": WINDOW_TOKENS,
+        }
+    }
+
+
+def load_dequantized(model: torch.nn.Module, sizes: Geometry, stored: Checkpoint) -> None:
+    """Overwrite every parameter of the original model with the checkpoint's; one left over would hide a fault."""
+    parameters = dict(model.named_parameters())
+    wanted = {*(f"{module}.weight" for module in linear_modules(sizes)), *other_tensors(sizes)}
+    left = sorted(parameters.keys() - wanted)
+    if left:
+        raise QuantgateError(f"{left[0]} is a parameter of the model that the checkpoint doesn't cover")
+    for name in sorted(wanted & parameters.keys()):
+        parameters[name].copy_(stored(name))
+
+
+def _stepper(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
+    return lambda done: progress(phase, done, total)
+
+
+if __name__ == "__main__":
+    sys.exit(child_main(prove, sys.argv))

@@ -1,0 +1,292 @@
+"""The report's plots, by section. Every one has its numbers in a table of the same section."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from pipeline.report.bundle import ResultBundle
+from pipeline.report.drawing import Canvas, Plot
+from pipeline.report.palette import BAND, INK, LIMIT, MUTED, SERIES, SURFACE, Styles
+from pipeline.report.reading import fitting_sequences, is_emulated, required_sequences
+from pipeline.report.sections.quantization import dig, proven_schemes
+from pipeline.report.wording import count, latency, points, points_interval, speed
+from pipeline.results import Capacity, LoadLevel, QualityDelta
+
+PANEL_INCHES = 3.95  # three side by side in the page's width
+WIDE_INCHES = 8.8
+ROW_INCHES = 0.42
+RUNNING, WAITING, KV_USAGE = SERIES[0], SERIES[7], SERIES[4]  # the page's legend names these
+LIMIT_DASHES = (0, (5, 3))
+
+
+def plots_of(bundle: ResultBundle, section: str) -> list[Plot]:
+    """The plots of the section with this key, none where nothing was measured."""
+    drawers: dict[str, Callable[[ResultBundle], list[Plot]]] = {
+        "capacity": ladder,
+        "load": load_plots,
+        "quality": forest,
+        "quantization": layer_errors,
+    }
+    return drawers[section](bundle) if section in drawers else []
+
+
+def styles(bundle: ResultBundle) -> Styles:
+    """Colour and marker by variant, the same in every plot."""
+    return Styles(bundle.variants, bundle.verdict.control)
+
+
+def ladder(bundle: ResultBundle) -> list[Plot]:
+    """Sequences that fit by variant, with what was predicted, what was seen running, and what is needed."""
+    needed = required_sequences(bundle.verdict) or bundle.plan.required_sequences
+    planned = {row.variant: row.capacity for row in bundle.plan.rows}
+    note = "Bar: whole sequences that fit by the engine's own report. Line across it: predicted. Ring: most seen running."
+    if bundle.plan.device_emulated:
+        note += " Emulated memory budget, not a card."
+    height = 0.9 + ROW_INCHES * len(bundle.variants)
+    title = "Whole sequences that fit, by variant"
+    with Canvas("ladder", title, width=WIDE_INCHES, height=height, note=note) as canvas:
+        axes = canvas.axes
+        highest = float(needed)
+        for row, variant in enumerate(bundle.variants):
+            found = bundle.verdict.variants[variant].capacity or planned.get(variant)
+            highest = max(highest, _rung(canvas, row, variant, found))
+        axes.axvline(needed, color=LIMIT, linestyle=LIMIT_DASHES, linewidth=1.6, zorder=3)
+        _beside(axes, f"needed: {needed}", (needed, -0.58), (4, 0), color=LIMIT)
+        axes.set_yticks(range(len(bundle.variants)), bundle.variants)
+        axes.set_ylim(len(bundle.variants) - 0.4, -1.05)
+        axes.set_xlim(0, highest * 1.14)
+        axes.set_xlabel("sequences of max_model_len tokens")
+        axes.grid(axis="y", visible=False)
+        return [canvas.plot()]
+
+
+def _rung(canvas: Canvas, row: int, variant: str, found: Capacity | None) -> float:
+    """One variant's bar and marks; returns how far right they reach."""
+    axes = canvas.axes
+    predicted = found.predicted_fitting_sequences if found else None
+    reported = fitting_sequences(found)
+    running = found.observed_peak_running if found else None
+    if reported is not None:
+        bar = axes.barh(row, reported, height=0.56, color=SERIES[0])[0]
+        bar.set_gid(canvas.tip(f"{variant}: predicted {count(predicted)}, reported {count(reported)}"))
+    if predicted is not None:
+        axes.plot([predicted] * 2, [row - 0.38, row + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
+    if running is not None:
+        ring = axes.plot(running, row, "o", markersize=8, markerfacecolor=SURFACE, markeredgecolor=INK)[0]
+        ring.set_gid(canvas.tip(f"{variant}: at most {running} seen running"))
+    text = count(reported) if reported is not None else f"{count(predicted)} predicted; engine not measured"
+    edge = max((value for value in (predicted, reported, running) if value is not None), default=0)
+    _beside(axes, text, (edge, row), (9, 0))
+    return float(edge)
+
+
+def _beside(
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """Text at a data point, moved by `offset` points."""
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", va="center", **style)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One figure of merit over concurrency."""
+
+    key: str
+    title: str
+    value: Callable[[LoadLevel], float | None]
+    text: Callable[[float | None], str]
+    logarithmic: bool = False
+
+
+CURVES = (
+    Curve("throughput", "Output throughput (tok/s)", lambda level: level.output_throughput_tok_s, speed),
+    Curve("ttft", "Time to first token, p50 (ms, log scale)", lambda level: level.ttft.p50_ms, latency, True),
+    Curve("tpot", "Time per output token, p50 (ms)", lambda level: level.tpot.p50_ms, latency),
+)
+
+
+def load_plots(bundle: ResultBundle) -> list[Plot]:
+    """Curves over concurrency, then each variant's timeline."""
+    streams = {
+        level.concurrency
+        for measured in bundle.measurements.values()
+        for level in (measured.levels if measured else [])
+    }
+    curves = [_curve(bundle, curve, sorted(streams)) for curve in CURVES] if streams else []
+    return curves + [
+        _timeline(bundle, variant) for variant in bundle.variants if bundle.timelines.get(variant)
+    ]
+
+
+def _curve(bundle: ResultBundle, curve: Curve, streams: list[int]) -> Plot:
+    """A line per variant; a level without the number leaves a gap."""
+    style = styles(bundle)
+    with Canvas(curve.key, curve.title, width=PANEL_INCHES, height=2.7) as canvas:
+        axes = canvas.axes
+        for variant in bundle.variants:
+            measured = bundle.measurements.get(variant)
+            levels = measured.levels if measured else []
+            values = [curve.value(level) for level in levels]
+            colour = style.colour(variant)
+            dashes = (0, (4, 1.5)) if is_emulated(bundle.verdict.variants[variant]) else "-"
+            # Where nothing is wrong the control lies on the reference, so it is drawn below and larger.
+            is_control = variant == bundle.verdict.control
+            axes.plot(
+                [level.concurrency for level in levels],
+                [math.nan if value is None else value for value in values],
+                color=colour,
+                linestyle=dashes,
+                zorder=1.5 if is_control else 2,
+            )
+            for level, value in zip(levels, values, strict=True):
+                if value is None:
+                    continue
+                size = 9 if is_control else 5
+                mark = axes.plot(
+                    level.concurrency, value, style.marker(variant), color=colour, markersize=size
+                )[0]
+                mark.set_gid(canvas.tip(f"{variant} at {level.concurrency} streams: {curve.text(value)}"))
+        axes.set_xticks(streams)
+        axes.set_xlim(0, max(streams) * 1.05)
+        axes.set_xlabel("concurrent streams")
+        _vertical_scale(axes, curve.logarithmic)
+        return canvas.plot()
+
+
+def _vertical_scale(axes: Axes, logarithmic: bool) -> None:
+    """Plain numbers on either scale, and a linear one that starts at zero."""
+    if not logarithmic:
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _timeline(bundle: ResultBundle, variant: str) -> Plot:
+    """Requests running and waiting above, KV usage below, on one time axis; all variants on the same scales."""
+    rows = bundle.timelines[variant]
+    everyone = [row for own in bundle.timelines.values() for row in own]
+    highest = max((row.get(key) or 0 for row in everyone for key in ("running", "waiting")), default=0)
+    longest = max((own[-1]["t_s"] - own[0]["t_s"] for own in bundle.timelines.values() if own), default=1)
+    seconds = [row["t_s"] - rows[0]["t_s"] for row in rows]
+
+    def series(key: str, scale: float = 1.0) -> list[float]:
+        return [math.nan if row.get(key) is None else scale * row[key] for row in rows]
+
+    key = f"timeline-{bundle.variants.index(variant)}"
+    with Canvas(key, f"{variant} over time", width=PANEL_INCHES, height=3.1, rows=2) as canvas:
+        requests, usage = canvas.panels
+        _area(requests, seconds, series("running"), RUNNING)
+        requests.step(
+            seconds, series("waiting"), where="post", color=WAITING, linewidth=1.4, linestyle=(0, (3, 1))
+        )
+        requests.set_ylim(0, max(1, highest) * 1.08)
+        requests.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        requests.set_ylabel("requests")
+        _area(usage, seconds, series("kv_usage", 100), KV_USAGE)
+        usage.set_ylim(0, 108)
+        usage.set_yticks([0, 50, 100])
+        usage.set_ylabel("KV usage (%)")
+        usage.set_xlim(0, max(1, longest))
+        usage.set_xlabel("seconds")
+        return canvas.plot()
+
+
+def _area(axes: Axes, xs: list[float], ys: list[float], colour: str) -> None:
+    axes.fill_between(xs, ys, step="post", color=colour, alpha=0.35, linewidth=0)
+    axes.step(xs, ys, where="post", color=colour, linewidth=1.4)
+
+
+def forest(bundle: ResultBundle) -> list[Plot]:
+    """Accuracy change with its interval by variant, the margin as a line and the A/A control's interval as a band."""
+    verdict = bundle.verdict
+    deltas = {name: verdict.variants[name].quality for name in bundle.variants if name != verdict.reference}
+    known = [delta for delta in deltas.values() if delta and delta.delta is not None and delta.delta_ci]
+    if not known:
+        return []
+    control = deltas.get(verdict.control) if verdict.control else None
+    note = f"Point and {100 * known[0].confidence:.0f} % interval."
+    if control and control.delta_ci:
+        note += f" Grey band: the interval of the A/A control {verdict.control}."
+    height = 1.0 + ROW_INCHES * len(deltas)
+    title = "Accuracy change against the reference"
+    with Canvas("forest", title, width=WIDE_INCHES, height=height, note=note) as canvas:
+        axes, style = canvas.axes, styles(bundle)
+        if control and control.delta_ci:
+            low, high = control.delta_ci
+            axes.axvspan(100 * low, 100 * high, color=BAND, linewidth=0, zorder=0)
+        axes.axvline(0, color=MUTED, linewidth=1)
+        for row, (variant, delta) in enumerate(deltas.items()):
+            _effect(canvas, row, variant, delta, style)
+        _forest_axes(axes, list(deltas), known)
+        return [canvas.plot()]
+
+
+def _effect(canvas: Canvas, row: int, variant: str, delta: QualityDelta | None, style: Styles) -> None:
+    """One variant's point, interval and numbers."""
+    axes = canvas.axes
+    edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    if delta is None or delta.delta is None or delta.delta_ci is None:
+        axes.text(1.015, row, "not measured", color=MUTED, **edge)
+        return
+    text = f"{points(delta.delta)} {points_interval(delta.delta_ci)}"
+    colour = style.colour(variant)
+    axes.plot(
+        [100 * end for end in delta.delta_ci], [row, row], color=colour, linewidth=2.4, solid_capstyle="butt"
+    )
+    mark = axes.plot(100 * delta.delta, row, style.marker(variant), color=colour, markersize=7)[0]
+    mark.set_gid(canvas.tip(f"{variant}: {text} pt"))
+    axes.text(1.015, row, text, **edge)
+
+
+def _forest_axes(axes: Axes, variants: list[str], known: list[QualityDelta]) -> None:
+    """The margin, and limits that show it and every interval."""
+    margin = 100 * known[0].margin
+    axes.axvline(-margin, color=LIMIT, linestyle=LIMIT_DASHES, linewidth=1.6)
+    _beside(axes, f"margin {points(-known[0].margin)}", (-margin, -0.58), (-4, 0), color=LIMIT, ha="right")
+    ends = [100 * end for delta in known for end in delta.delta_ci or ()] + [-margin, 0.0]
+    space = 0.06 * (max(ends) - min(ends))
+    axes.set_xlim(min(ends) - space, max(ends) + space)
+    axes.set_ylim(len(variants) - 0.4, -1.05)
+    axes.set_yticks(range(len(variants)), variants)
+    axes.set_xlabel("points of accuracy, variant \u2212 reference")
+    axes.grid(axis="y", visible=False)
+
+
+def layer_errors(bundle: ResultBundle) -> list[Plot]:
+    """Effective weight error by layer, one plot per scheme."""
+    drawn = []
+    for index, (scheme, record) in enumerate(proven_schemes(bundle).items()):
+        errors = dig(record, "effective_error", "per_layer")
+        if not isinstance(errors, list) or not errors:
+            continue
+        mean, worst = (
+            dig(record, "effective_error", "mean"),
+            dig(record, "effective_error", "worst", "module"),
+        )
+        note = f"Mean over a layer's modules. Worst single module: {worst}." if worst else ""
+        title = f"{scheme}: effective weight error by layer (%)"
+        with Canvas(f"errors-{index}", title, width=WIDE_INCHES, height=2.3, note=note) as canvas:
+            axes = canvas.axes
+            bars = axes.bar(
+                range(len(errors)), [100 * error for error in errors], width=0.72, color=SERIES[0]
+            )
+            for layer, (bar, error) in enumerate(zip(bars, errors, strict=True)):
+                bar.set_gid(canvas.tip(f"layer {layer}: {100 * error:.1f} %"))
+            if mean is not None:
+                axes.axhline(100 * mean, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
+                _beside(axes, f"mean {100 * mean:.1f}", (len(errors) - 0.4, 100 * mean), (2, 8), color=MUTED)
+            axes.set_xlim(-0.8, len(errors) * 1.07)
+            axes.set_xlabel("layer")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(axis="x", visible=False)
+            drawn.append(canvas.plot())
+    return drawn

@@ -1,0 +1,24 @@
+"""The report's sections as plain data: what is said, in which order, for HTML and Markdown alike."""
+
+from __future__ import annotations
+
+from pipeline.report.bundle import ResultBundle
+from pipeline.report.sections import capacity, load, provenance, quality, quantization, reference, verdict
+from pipeline.report.sections.base import Section
+
+
+def build_sections(bundle: ResultBundle) -> list[Section]:
+    """All sections in reading order: the decision first, then the evidence, then where it came from."""
+    return [
+        verdict.section(bundle),
+        capacity.section(bundle),
+        load.section(bundle),
+        quality.section(bundle),
+        quantization.section(bundle),
+        verdict.gates_section(bundle),
+        provenance.section(bundle),
+        reference.section(bundle),
+    ]
+
+
+__all__ = ["Section", "build_sections"]

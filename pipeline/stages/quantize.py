@@ -1,0 +1,36 @@
+"""Stage `quantize@SCHEME`: quantize the reference into `artifacts/weights/SCHEME` and prove the result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.environments import interpreter
+from pipeline.errors import UserInputError
+from pipeline.files import write_json
+from pipeline.quantize.base import QuantizeRequest, backend, quantize
+from pipeline.settings import Settings
+from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, stage_main, weights_folder
+
+
+def run(settings: Settings, scheme: str) -> None:
+    if scheme not in settings.quantizers:
+        raise UserInputError(
+            f"weights scheme {scheme!r} isn't in the profile {settings.profile}; it has {', '.join(settings.quantizers)}"
+        )
+    recipe = settings.quantizers[scheme]
+    request = QuantizeRequest(
+        model_dir=weights_folder("bf16"),
+        out_dir=WEIGHTS / scheme,
+        calibration_file=Path(recipe.calibration_file),
+        heldout_file=Path(recipe.heldout_file),
+        recipe=recipe.recipe,
+    )
+    python = interpreter(backend(recipe.backend).environment)
+    record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")
+    write_json(RESULTS / "quantize" / f"{scheme}.json", record)
+    print(f"{scheme}: perplexity x{record['perplexity']['ratio']:.3f}, {record['weight_bytes'] / 1024**2:.1f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main(run, "weights scheme"))

@@ -1,0 +1,51 @@
+"""Stage `verdict`: pair every variant with the reference and decide."""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.load.metrics import tpot_s
+from pipeline.load.records import RequestRecord, read_records
+from pipeline.report import verdict_table
+from pipeline.results import Measurement, Plan, Quality, load, save
+from pipeline.settings import Settings
+from pipeline.stages.context import RESULTS, stage_main
+from pipeline.verdict.decide import build_verdict
+from pipeline.verdict.latency import RequestLatency
+from pipeline.verdict.policy import Policy, Slo, VariantIntent
+
+
+def run(settings: Settings, _: str) -> None:
+    names = list(settings.variants)
+    measurements = {name: load(RESULTS / "measure" / f"{name}.json", Measurement) for name in names}
+    slo = Slo(**settings.slo.model_dump(exclude={"name"}))
+    verdict = build_verdict(
+        profile=settings.profile,
+        reference=settings.reference,
+        control=settings.control,
+        intents={
+            name: VariantIntent(weights=variant.weights, kv_cache_dtype=variant.kv_cache_dtype)
+            for name, variant in settings.variants.items()
+        },
+        measurements=measurements,
+        qualities={name: load(RESULTS / "quality" / f"{name}.json", Quality) for name in names},
+        requests={
+            name: [_latency(record) for record in read_records(result.requests_file)]
+            for name, result in measurements.items()
+        },
+        policy=Policy(slo=slo, **settings.policy.model_dump(exclude={"name"})),
+        device_emulated=settings.device.emulated,
+    )
+    save(RESULTS / "verdict.json", verdict)
+    print(verdict_table(verdict, load(RESULTS / "plan.json", Plan)))
+
+
+def _latency(record: RequestRecord) -> RequestLatency:
+    """One request as the latency gates take it: a failed one has no times and misses every limit."""
+    if not record.completed or record.ttft_s is None:
+        return RequestLatency(record.level, None, None)
+    return RequestLatency(record.level, record.ttft_s * 1000, tpot_s(record) * 1000)
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main(run))

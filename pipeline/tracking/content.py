@@ -1,0 +1,317 @@
+"""What goes into the runs: parameters, metrics and tags as plain values, without mlflow.
+
+The names are flat and the same in every run, so that the comparison page lines them up. What was not measured is left
+out: MLflow has no missing value, and a zero would be a lie. Parameters that tell runs apart are in every run, because a
+filter on a parameter drops the runs that don't have it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.report.bundle import ResultBundle
+from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
+from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
+
+MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
+MAX_TAG_CHARACTERS = 8000  # the same file, MAX_TAG_VAL_LENGTH
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One value of one metric. `step` is the concurrency for load levels, 0 for figures of the whole run."""
+
+    key: str
+    value: float
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RunContent:
+    """Everything about one run but its files."""
+
+    name: str
+    params: Mapping[str, str]
+    metrics: tuple[MetricPoint, ...]
+    tags: Mapping[str, str]
+
+
+def variant_content(bundle: ResultBundle, variant: str) -> RunContent:
+    """The run of one variant."""
+    result = bundle.verdict.variants[variant]
+    tags = {
+        "kind": "variant",
+        "variant": variant,
+        "decision": result.decision,
+        "emulated": _emulated(bundle, result),
+        "mlflow.note.content": f"**{result.decision}**. {why(result)}",
+        **{f"gate.{_key(gate.name)}": gate.decision for gate in result.gates if gate.gating},
+    }
+    return RunContent(
+        variant,
+        _variant_params(bundle, variant),
+        tuple(_variant_metrics(bundle, variant)),
+        _common_tags(bundle, tags),
+    )
+
+
+def comparison_content(bundle: ResultBundle, name: str) -> RunContent:
+    """The run above the variants."""
+    variants = bundle.verdict.variants
+    decisions = [result.decision for result in variants.values()]
+    passed = [variant for variant, result in variants.items() if result.decision == "GO"]
+    counts = {
+        "variants_go": decisions.count("GO"),
+        "variants_no_go": decisions.count("NO-GO"),
+        "variants_inconclusive": decisions.count("INCONCLUSIVE"),
+        "required_sequences": bundle.plan.required_sequences,
+    }
+    tags = {
+        "kind": "comparison",
+        "decision": f"GO: {', '.join(passed)}" if passed else "no GO",
+        "emulated": "memory budget" if bundle.plan.device_emulated else "none",
+        "mlflow.note.content": _note(bundle),
+    }
+    params = {**_common_params(bundle), "variants": ", ".join(bundle.variants)}
+    return RunContent(name, _cut(params), tuple(_points(counts)), _common_tags(bundle, tags))
+
+
+def verdict_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
+    """The verdict table, column by column, with None for what was not measured."""
+    rows = []
+    for variant in bundle.variants:
+        result = bundle.verdict.variants[variant]
+        delta, throughput = result.quality, result.throughput
+        rows.append(
+            {
+                "variant": variant,
+                "decision": result.decision,
+                "fitting_sequences": fitting_sequences(result.capacity),
+                "required_sequences": bundle.plan.required_sequences,
+                "quality_delta": delta.delta if delta else None,
+                "quality_delta_lo": delta.delta_ci[0] if delta and delta.delta_ci else None,
+                "quality_delta_hi": delta.delta_ci[1] if delta and delta.delta_ci else None,
+                "flips": delta.flips if delta else None,
+                "noise_floor_flips": delta.noise_floor_flips if delta else None,
+                "peak_output_tok_s": throughput.peak_output_tok_s if throughput else None,
+                "why": why(result),
+            }
+        )
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+def gate_columns(result: VariantVerdict) -> dict[str, list[Any]]:
+    """A variant's gates, column by column."""
+    keys = ("name", "decision", "value", "limit", "unit", "gating", "why")
+    return {key: [getattr(gate, key) for gate in result.gates] for key in keys}
+
+
+def _common_params(bundle: ResultBundle) -> dict[str, Any]:
+    """What identifies the scenario."""
+    plan, verdict = bundle.plan, bundle.verdict
+    engines = {
+        f"{result.provenance.engine} {result.provenance.engine_version}"
+        for result in verdict.variants.values()
+        if result.provenance
+    }
+    shared = {
+        "profile": verdict.profile,
+        "model": plan.model,
+        "device": plan.device,
+        "device_emulated": str(plan.device_emulated).lower(),
+        "device_memory_bytes": plan.device_memory_bytes,
+        "memory_utilization": plan.memory_utilization,
+        "required_sequences": plan.required_sequences,
+        "reference": verdict.reference,
+        "control": verdict.control,
+        "engine": ", ".join(sorted(engines)) or None,
+        "cpu_model": bundle.environment.cpu_model,
+    }
+    settings = {
+        f"{group}.{key}": value
+        for group, values in bundle.facts.items()
+        if isinstance(values, Mapping) and group != "variants"
+        for key, value in values.items()
+    }
+    return {**shared, **settings}
+
+
+def _variant_params(bundle: ResultBundle, variant: str) -> dict[str, str]:
+    row = next((row for row in bundle.plan.rows if row.variant == variant), None)
+    origin = bundle.verdict.variants[variant].provenance
+    params = {**_common_params(bundle), "variant": variant}
+    if row is not None:
+        params |= {
+            "weights": row.weights,
+            "kv_cache_dtype": row.kv_cache_dtype,
+            "max_model_len": row.capacity.max_model_len,
+            "block_size": row.capacity.block_size,
+        }
+        recipe = bundle.quantizations.get(row.weights, {}).get("recipe") or {}
+        params |= {f"quantizer.{key}": value for key, value in recipe.items()}
+    if origin is not None:
+        params |= {
+            "attention_backend": origin.attention_backend,
+            "weights_kernel": origin.weights_kernel,
+            "kv_scales": origin.kv_scales,
+            "emulated_parts": ", ".join(origin.emulated) or "none",
+        }
+    return _cut(params)
+
+
+def _cut(params: Mapping[str, Any]) -> dict[str, str]:
+    """Values as text, None left out, nothing longer than MLflow takes."""
+    return {
+        _key(key): str(value)[:MAX_PARAM_CHARACTERS] for key, value in params.items() if value is not None
+    }
+
+
+def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint]:
+    result = bundle.verdict.variants[variant]
+    measured, quality = bundle.measurements.get(variant), bundle.qualities.get(variant)
+    row = next((row for row in bundle.plan.rows if row.variant == variant), None)
+    yield from _points(_capacity_figures(result))
+    yield from _points(_quality_figures(result, quality))
+    if row is not None:
+        yield from _points({"weight_bytes": row.weight_bytes, **_quantization_figures(bundle, row.weights)})
+    if result.throughput is not None:
+        yield from _points(
+            {
+                "peak_output_tok_s": result.throughput.peak_output_tok_s,
+                "peak_output_ratio_to_reference": result.throughput.ratio_to_reference,
+            }
+        )
+    if measured is not None:
+        yield from _points({"startup_s": measured.startup_s, "measure_wall_s": measured.wall_s})
+        for level in measured.levels:
+            figures = _level_figures(level)
+            yield from _points(
+                {f"load/{key}": value for key, value in figures.items()}, step=level.concurrency
+            )
+            yield from _points({f"{key}_at_{level.concurrency}": figures[key] for key in COMPARED_AT_LEVEL})
+
+
+def _capacity_figures(result: VariantVerdict) -> dict[str, float | None]:
+    found = result.capacity
+    if found is None:
+        return {}
+    return {
+        "kappa_bytes": found.kappa_bytes,
+        "kv_budget_bytes": found.kv_budget_bytes,
+        "capacity_predicted_tokens": found.predicted_tokens,
+        "capacity_reported_tokens": found.reported_tokens,
+        "capacity_predicted_fitting_sequences": found.predicted_fitting_sequences,
+        "capacity_fitting_sequences": fitting_sequences(found),
+        "observed_peak_running": found.observed_peak_running,
+    }
+
+
+def _quality_figures(result: VariantVerdict, quality: Quality | None) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    if quality is not None:
+        figures |= {
+            "quality_accuracy": quality.accuracy,
+            "quality_items": quality.n,
+            "quality_wall_s": quality.wall_s,
+        }
+        figures |= {f"slice/{label}_accuracy": score.accuracy for label, score in quality.slices.items()}
+    delta = result.quality
+    if delta is not None:
+        low, high = delta.delta_ci or (None, None)
+        figures |= {
+            "quality_delta": delta.delta,
+            "quality_delta_lo": low,
+            "quality_delta_hi": high,
+            "flips": delta.flips,
+            "flips_lost": delta.flips_lost,
+            "flips_gained": delta.flips_gained,
+            "changed_answers": delta.changed_answers,
+            "noise_floor_flips": delta.noise_floor_flips,
+            "mcnemar_p": delta.mcnemar_p,
+            "items_to_decide": delta.items_to_decide,
+        }
+        figures |= {f"slice/{label}_delta": found.get("delta") for label, found in delta.slices.items()}
+    return figures
+
+
+def _quantization_figures(bundle: ResultBundle, scheme: str) -> dict[str, float | None]:
+    record = bundle.quantizations.get(scheme, {})
+    perplexity, error = record.get("perplexity") or {}, record.get("effective_error") or {}
+    return {
+        "perplexity_ratio": perplexity.get("ratio"),
+        "perplexity_quantized": perplexity.get("quantized"),
+        "effective_error_mean": error.get("mean"),
+        "quantize_wall_s": record.get("wall_s"),
+    }
+
+
+COMPARED_AT_LEVEL = ("output_tok_s", "ttft_p50_ms", "tpot_p50_ms")
+"""Figures that are also logged under a name of their own per level: the table of runs shows no curves."""
+
+
+def _level_figures(level: LoadLevel) -> dict[str, float | None]:
+    def both(name: str, found: Distribution) -> dict[str, float | None]:
+        return {
+            f"{name}_p50_ms": found.p50_ms,
+            f"{name}_p90_ms": found.p90_ms,
+            f"{name}_p99_ms": found.p99_ms,
+        }
+
+    return {
+        "output_tok_s": level.output_throughput_tok_s,
+        **both("ttft", level.ttft),
+        **both("tpot", level.tpot),
+        **both("itl", level.itl),
+        **both("e2el", level.e2el),
+        "peak_running": level.peak_running,
+        "peak_waiting": level.peak_waiting,
+        "peak_kv_usage": level.peak_kv_usage,
+        "preemptions": level.preemptions,
+        "failed_requests": level.failed,
+        "prefix_cache_hit_rate": level.prefix_cache_hit_rate,
+    }
+
+
+def _points(figures: Mapping[str, float | None], step: int = 0) -> Iterable[MetricPoint]:
+    """The figures that exist, as points."""
+    for key, value in figures.items():
+        if value is not None and math.isfinite(value):
+            yield MetricPoint(_key(key), float(value), step)
+
+
+def _common_tags(bundle: ResultBundle, tags: Mapping[str, str]) -> dict[str, str]:
+    shared = {
+        "profile": bundle.verdict.profile,
+        "reference": bundle.verdict.reference,
+        "model": bundle.plan.model,
+        "mlflow.source.name": "dvc repro",
+        "mlflow.source.type": "LOCAL",
+    }
+    return {key: str(value)[:MAX_TAG_CHARACTERS] for key, value in {**shared, **tags}.items()}
+
+
+def _emulated(bundle: ResultBundle, result: VariantVerdict) -> str:
+    """What wasn't real hardware, or "none"."""
+    parts = ["memory budget"] if bundle.plan.device_emulated else []
+    parts += result.provenance.emulated if result.provenance else []
+    return ", ".join(parts) or "none"
+
+
+def _note(bundle: ResultBundle) -> str:
+    """The comparison run's description: the answer, the caveats, and one line per variant."""
+    lines = [f"**{headline(bundle.verdict)}.** {control_summary(bundle.verdict)}", ""]
+    lines += [f"> **{title}.** {text}\n" for title, text in warnings(bundle)]
+    for variant in bundle.variants:
+        result = bundle.verdict.variants[variant]
+        lines.append(f"- `{variant}`: **{result.decision}**. {why(result)}")
+    lines += ["", "The whole report is the artifact `report.html`."]
+    return "\n".join(lines)
+
+
+def _key(text: str) -> str:
+    """A name that MLflow takes: letters, digits, `_ - . /` and blanks (mlflow 3.17 utils/validation.py)."""
+    return re.sub(r"[^A-Za-z0-9_\-./ ]", "_", text)[:250]

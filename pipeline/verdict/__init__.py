@@ -1,0 +1,1 @@
+"""Gates and the three-way decision: pure functions from results to a verdict."""

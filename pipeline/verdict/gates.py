@@ -1,0 +1,232 @@
+"""The gates: each one rule, from results to a `Gate` with its threshold, what was found, and why.
+
+A gate has three answers. NO-GO says the variant is known to fail the rule; INCONCLUSIVE says the evidence can't tell, which
+includes evidence that contradicts itself or isn't there; GO is never given for lack of evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.quality.statistics import items_to_exclude_margin, non_inferiority
+from pipeline.results import Capacity, Decision, Gate, Measurement, Provenance, QualityDelta
+from pipeline.verdict.policy import Policy, VariantIntent
+from pipeline.verdict.rule import Rule
+
+# A/A p-value below which the two reference runs count as different systems, not as noise. 0.01 rather than 0.05: there is
+# one such look per run, and a false alarm takes the decision from every variant.
+CONTROL_ALARM_P = 0.01
+
+UNMEASURED = "the load was not measured"
+
+
+def fitting_sequences(capacity: Capacity) -> int | None:
+    """Whole sequences of max_model_len that fit in the reported pool, None if the engine reported none.
+
+    floor((blocks − 1) / blocks per sequence): one block is the engine's null block, which its own log counts as usable
+    (seen with vLLM 0.32: 28 blocks, log "7.00x" at 4 blocks each, and the seventh sequence was preempted).
+    """
+    if capacity.reported_tokens is None:
+        return None
+    blocks = capacity.reported_tokens // capacity.block_size
+    return max(0, blocks - 1) // math.ceil(capacity.max_model_len / capacity.block_size)
+
+
+def capacity_gate(measurement: Measurement | None, policy: Policy) -> Gate:
+    """Do the required sequences fit at full length, by the engine's own block count?"""
+    required = policy.required_sequences
+    rule = Rule("capacity", required, "sequences")
+    if measurement is None:
+        return rule.cannot_run(UNMEASURED)
+    fitting = fitting_sequences(measurement.capacity)
+    if fitting is None:
+        return rule.cannot_run("the engine's pool size is not known")
+    found = f"{fitting} whole sequences of {measurement.capacity.max_model_len} tokens fit beside the engine's null block"
+    if fitting >= required:
+        return rule.says("GO", fitting, f"{found}, {required} are required")
+    return rule.says("NO-GO", fitting, f"only {found}, {required} are required")
+
+
+def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
+    """Did the arithmetic predict the engine's pool to the token?
+
+    A disagreement is INCONCLUSIVE, not NO-GO: one of the two numbers is wrong, and until it is known which, neither the
+    plan nor the capacity gate can be believed.
+    """
+    rule = Rule("capacity-agreement", 0, "tokens")
+    if measurement is None:
+        return rule.cannot_run(UNMEASURED)
+    predicted, reported = measurement.capacity.predicted_tokens, measurement.capacity.reported_tokens
+    if predicted is None or reported is None:
+        return rule.cannot_run(f"the {'predicted' if predicted is None else 'reported'} pool size is missing")
+    difference = reported - predicted
+    if difference == 0:
+        return rule.says("GO", 0, f"the engine reports the {reported} tokens that were predicted")
+    blocks = difference / measurement.capacity.block_size
+    why = (
+        f"the engine reports {reported} tokens where {predicted} were predicted ({blocks:+g} blocks): "
+        "one of them is wrong, so no capacity figure can be trusted"
+    )
+    return rule.cannot_run(why, difference)
+
+
+def load_completed_gate(measurement: Measurement | None, policy: Policy) -> Gate:
+    """Did the engine answer the requests it was given?"""
+    rule = Rule("load-completed", policy.minimum_completed, "share of requests")
+    if measurement is None:
+        return rule.cannot_run(UNMEASURED)
+    levels = measurement.levels
+    requests = sum(level.requests for level in levels)
+    if requests == 0:
+        return rule.cannot_run("no request was sent")
+    completed, failed = sum(level.completed for level in levels), sum(level.failed for level in levels)
+    share = completed / requests
+    if completed + failed != requests:
+        return rule.cannot_run(
+            f"of {requests} requests {completed} completed and {failed} failed: the count is off", share
+        )
+    if not failed:
+        concurrencies = ", ".join(str(level.concurrency) for level in levels)
+        return rule.says("GO", share, f"all {requests} requests completed, at concurrency {concurrencies}")
+    where = ", ".join(
+        f"{level.failed} at concurrency {level.concurrency}" for level in levels if level.failed
+    )
+    decision: Decision = "GO" if share >= policy.minimum_completed else "NO-GO"
+    return rule.says(decision, share, f"{failed} of {requests} requests failed: {where}")
+
+
+def concurrency_observed_gate(measurement: Measurement | None, policy: Policy) -> Gate:
+    """Were the required sequences seen running at once when at least so many were asked for?
+
+    Fewer although more fit is INCONCLUSIVE (a limit of the scheduler, a level too short for the sampler, or a wrong
+    capacity figure); fewer because fewer fit confirms the capacity gate's NO-GO.
+    """
+    required = policy.required_sequences
+    rule = Rule("concurrency-observed", required, "sequences")
+    if measurement is None:
+        return rule.cannot_run(UNMEASURED)
+    asked = [level for level in measurement.levels if level.concurrency >= required]
+    if not asked:
+        highest = max((level.concurrency for level in measurement.levels), default=0)
+        return rule.cannot_run(f"the load never asked for {required} at once, its highest level is {highest}")
+    peaks = [level.peak_running for level in asked if level.peak_running is not None]
+    if not peaks:
+        return rule.cannot_run("the engine's running requests were not observed")
+    peak, most = max(peaks), max(level.concurrency for level in asked)
+    if peak >= required:
+        return rule.says("GO", peak, f"{peak} requests ran at once, {required} are required")
+    fitting = fitting_sequences(measurement.capacity)
+    found = f"only {peak} requests ran at once with {most} asked for"
+    if fitting is not None and fitting < required:
+        return rule.says("NO-GO", peak, f"{found}: the pool is the limit, as its capacity says")
+    return rule.cannot_run(f"{found}, though {required} should fit", peak)
+
+
+def kernel_provenance_gate(intent: VariantIntent, provenances: Sequence[Provenance]) -> Gate:
+    """Did the engine run what the variant says, in every run that its numbers come from?
+
+    A mismatch is INCONCLUSIVE: the numbers are of another variant, so nothing is known about this one.
+    """
+    rule = Rule("kernel-provenance", 0, "mismatches")
+    if not provenances:
+        return rule.cannot_run("no engine ran, so nothing is known about its kernels")
+    problems = list(dict.fromkeys(problem for item in provenances for problem in _mismatches(intent, item)))
+    versions = sorted({f"{item.engine} {item.engine_version}" for item in provenances})
+    if len(versions) > 1:
+        problems.append(f"load and quality ran on different engines ({', '.join(versions)})")
+    if problems:
+        return rule.cannot_run("; ".join(problems), len(problems))
+    found = provenances[0]
+    weights = f"kernel {found.weights_kernel}" if found.weights_kernel else "unquantized weights"
+    scales = f", scales {found.kv_scales}" if found.kv_scales else ""
+    return rule.says("GO", 0, f"the engine took {weights}, KV cache {found.kv_cache_dtype}{scales}")
+
+
+def _mismatches(intent: VariantIntent, found: Provenance) -> list[str]:
+    problems = []
+    wanted_kv = _kv_family(intent.kv_cache_dtype)
+    taken_kv = _kv_family(found.kv_cache_dtype)
+    if taken_kv is None:
+        problems.append(f"the engine's KV cache dtype is not known ({found.kv_cache_dtype or 'not logged'})")
+    elif taken_kv != wanted_kv:
+        problems.append(
+            f"the variant means a {intent.kv_cache_dtype} KV cache, the engine took {found.kv_cache_dtype}"
+        )
+    elif wanted_kv == "fp8" and intent.kv_scales is not None and found.kv_scales != intent.kv_scales:
+        problems.append(
+            f"the variant means KV scales {intent.kv_scales}, the engine took {found.kv_scales or 'unknown ones'}"
+        )
+    if intent.weights == "bf16" and found.weights_kernel is not None:
+        problems.append(
+            f"the variant means unquantized weights, the engine took the kernel {found.weights_kernel}"
+        )
+    if intent.weights != "bf16" and found.weights_kernel is None:
+        problems.append(
+            f"the variant means {intent.weights} weights, but no quantized kernel is known to have run"
+        )
+    expected = intent.weights_kernel
+    if expected and found.weights_kernel and expected.lower() not in found.weights_kernel.lower():
+        problems.append(f"the variant means the kernel {expected}, the engine took {found.weights_kernel}")
+    return problems
+
+
+def _kv_family(dtype: str | None) -> Literal["bf16", "fp8"] | None:
+    """'auto' is not an answer: it can be either."""
+    if dtype is None:
+        return None
+    if dtype.startswith("fp8") or dtype.startswith("float8"):
+        return "fp8"
+    return "bf16" if dtype in ("bfloat16", "bf16", "torch.bfloat16") else None
+
+
+def quality_gate(delta: QualityDelta | None, control: QualityDelta | None, policy: Policy) -> Gate:
+    """Non-inferiority on paired items: is the whole interval of variant − reference above −margin?
+
+    `control` is the A/A comparison. Where the reference differs from itself beyond chance, deltas mean nothing and the
+    gate is INCONCLUSIVE.
+    """
+    margin = policy.quality_margin
+    rule = Rule("quality", -margin, "accuracy")
+    if delta is None or delta.delta is None or delta.delta_ci is None or delta.n is None:
+        return rule.cannot_run("quality was not measured on this variant or on the reference")
+    low, high = delta.delta_ci
+    found = f"{_points(delta.delta)} points [{_points(low)}, {_points(high)}] on {delta.n} items"
+    if control is not None and control.mcnemar_p is not None and control.mcnemar_p < CONTROL_ALARM_P:
+        noise = f"the reference differs from its own second run ({control.flips} flips, p = {control.mcnemar_p:.2g})"
+        return rule.cannot_run(f"{noise}, so no delta can be trusted; here {found}", delta.delta)
+    limit = f"{margin * 100:g} points"
+    decision = non_inferiority((low, high), margin)
+    if decision == "GO":
+        return rule.says("GO", delta.delta, f"{found}: a loss of {limit} or more is excluded")
+    if decision == "NO-GO":
+        return rule.says("NO-GO", delta.delta, f"{found}: the loss is more than {limit}")
+    return rule.cannot_run(
+        f"{found}: a loss of {limit} is neither excluded nor shown; {_needed(delta)}", delta.delta
+    )
+
+
+def _needed(delta: QualityDelta) -> str:
+    """What would decide it: the size planned for a true difference of 0, or for the observed one where that was reached."""
+    if delta.items_to_decide is None or delta.n is None or delta.delta is None:
+        return "the items that would decide it are not known"
+    if delta.items_to_decide > delta.n:
+        return f"about {delta.items_to_decide} items would decide it if there is no true loss"
+    enough = f"{delta.items_to_decide} items would have decided it were there no true loss"
+    if not delta.delta_se:
+        return enough
+    more = items_to_exclude_margin(delta.delta, delta.n * delta.delta_se**2, delta.margin, delta.confidence)
+    return f"{enough}; at the observed one about {more} would" if more and more > delta.n else enough
+
+
+def reference_quality_gate(measured: bool, policy: Policy) -> Gate:
+    """The reference against itself: 0 by definition, if it was measured at all (without it no variant has a delta)."""
+    rule = Rule("quality", -policy.quality_margin, "accuracy")
+    if not measured:
+        return rule.cannot_run("quality was not measured")
+    return rule.says("GO", 0.0, "the variants are compared with this one: its own delta is 0 by definition")
+
+
+def _points(value: float) -> str:
+    return f"{value * 100 + 0.0:+.1f}"

@@ -1,0 +1,64 @@
+"""What a verdict is judged by: plain frozen values, so that the gates need neither a profile nor a file.
+
+Every limit is the user's; the few constants in the gates say beside them why they aren't.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Slo(_Strict):
+    """Latency limits that a share of the requests must meet."""
+
+    ttft_ms: float = Field(gt=0, description="time to first token")
+    tpot_ms: float = Field(gt=0, description="time per output token after the first")
+    percentile: float = Field(gt=0, lt=1, description="share of requests within the limit: 0.99 is p99")
+    confidence: float = Field(
+        gt=0.5, lt=1, description="of the binomial bound on that share; MLPerf uses 0.99"
+    )
+
+
+class Policy(_Strict):
+    """What the team needs and how sure it wants to be."""
+
+    required_sequences: int = Field(
+        ge=1, description="sequences of max_model_len tokens that must fit at once"
+    )
+    quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    confidence: float = Field(
+        gt=0.5,
+        lt=1,
+        description="two-sided, of the accuracy difference; 0.95 makes a false GO at the margin a 2.5 % event",
+    )
+    slo: Slo | None = Field(default=None, description="null: no latency limits, hence no latency gates")
+    minimum_completed: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the load's requests that must complete; 1.0: no request may fail",
+    )
+    allow_emulated_speed_gate: bool = Field(
+        default=False,
+        description="true: latency gates decide even where a kernel or the device is emulated; for trials of the tool",
+    )
+
+
+class VariantIntent(_Strict):
+    """What a variant says it is, to hold against what the engine really ran."""
+
+    weights: str = Field(min_length=1, description="bf16, or the quantization scheme's name")
+    kv_cache_dtype: Literal["bfloat16", "fp8"]
+    kv_scales: Literal["checkpoint", "1.0"] | None = Field(
+        default=None, description="FP8 scales the variant is about; null: whichever the checkpoint brings"
+    )
+    weights_kernel: str | None = Field(
+        default=None,
+        description="part of the linear kernel's name that must be taken, such as marlin; null: any",
+    )

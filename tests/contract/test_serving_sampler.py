@@ -1,0 +1,74 @@
+"""The metrics sampler against the mock."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from pipeline.serving.sampler import COLUMNS, MetricsSampler
+from tests.support.mock_vllm import MockServer, start_mock
+
+
+def load(mock: MockServer, requests_at_once: int, tokens: int = 100) -> list[threading.Thread]:
+    body = {"model": mock.served_name, "prompt": " word" * 300, "max_tokens": tokens}
+    threads = [
+        threading.Thread(
+            target=requests.post, args=(f"{mock.base_url}/v1/completions",), kwargs={"json": body}
+        )
+        for _ in range(requests_at_once)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_sees_the_pool_fill_and_empty(tmp_path: Path) -> None:
+    # 8 blocks of 128, one of them the null block; a request of 300 + 100 tokens holds 4: one runs, the others wait
+    with start_mock(ttft_s=0.2, kv_cache_tokens=1024, preemptions_per_request=1) as mock:
+        with MetricsSampler(mock.base_url, interval_s=0.05) as sampler:
+            for thread in load(mock, 3):
+                thread.join()
+        rows = sampler.timeline
+    assert {row["running"] for row in rows} == {0, 1}
+    assert max(row["waiting"] for row in rows) == 2
+    assert max(row["kv_usage"] for row in rows) == pytest.approx(4 / 7)
+    assert rows[-1]["generation_tokens_total"] == 300
+    assert rows[-1]["prompt_tokens_total"] == 900
+    assert rows[-1]["preemptions_total"] == 3
+    assert all(set(row) == {"t_s", *COLUMNS} for row in rows)
+    times = [row["t_s"] for row in rows]
+    assert times == sorted(times)
+    written = sampler.write(tmp_path / "timeline.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written] == rows
+
+
+def test_interval_is_kept_and_the_clock_is_monotonic() -> None:
+    with start_mock() as mock:
+        before = time.monotonic()
+        with MetricsSampler(mock.base_url, interval_s=0.1) as sampler:
+            time.sleep(1.05)
+        after = time.monotonic()
+    assert 10 <= len(sampler.timeline) <= 13
+    assert before <= sampler.timeline[0]["t_s"] <= sampler.timeline[-1]["t_s"] <= after
+
+
+def test_survives_a_dying_server_and_keeps_what_it_has() -> None:
+    with start_mock() as mock, MetricsSampler(mock.base_url, interval_s=0.05) as sampler:
+        time.sleep(0.3)
+        mock.die()
+        time.sleep(0.3)
+    assert len(sampler.timeline) >= 3
+    assert sampler.failures >= 3
+    assert all(row["running"] == 0 for row in sampler.timeline)
+
+
+def test_no_server_gives_no_rows() -> None:
+    with MetricsSampler("http://127.0.0.1:9", interval_s=0.05) as sampler:
+        time.sleep(0.1)
+    assert sampler.timeline == []
+    assert sampler.failures >= 1

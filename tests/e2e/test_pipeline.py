@@ -1,0 +1,196 @@
+"""The whole graph on the real engine: a reduced demo in a temporary clone, cached, rerun in part, and killed.
+
+One story in the order of a user's day, because each step needs the results of the one before: run it, run it again,
+edit one variant, kill it in the middle, run it once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet
+import pytest
+import yaml
+
+from pipeline.environments.build import environment_folder
+from pipeline.load.metrics import summarise
+from pipeline.load.records import read_records
+from pipeline.results import Measurement, Verdict, load
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIANTS = ["bf16", "awq-fp8kv"]
+LEVELS = [2, 12]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This tree as a clone would have it (what git tracks or would), pointed at a reduced profile."""
+    folder = tmp_path_factory.mktemp("clone") / "quantgate"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    conf = folder / "conf"
+    reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 4}
+    (conf / "load/reduced.yaml").write_text(yaml.safe_dump(reduced))
+    items = yaml.safe_load((conf / "evalset/team-demo.yaml").read_text()) | {"items": 40}
+    (conf / "evalset/reduced.yaml").write_text(yaml.safe_dump(items))
+    profile = (conf / "profile/demo.yaml").read_text()
+    profile = profile.replace("override /load: demo", "override /load: reduced")
+    profile = profile.replace("override /evalset: team-demo", "override /evalset: reduced")
+    profile = profile.replace("profile: demo", "profile: reduced").replace("control: bf16-again", "control: null")
+    profile = re.sub(r"variant_names: .*", f"variant_names: {VARIANTS}", profile)
+    (conf / "profile/reduced.yaml").write_text(profile)
+    _quantgate(folder, "use", "reduced")
+    return folder
+
+
+def _quantgate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    python = environment_folder("orchestrator") / "bin" / "python"
+    return subprocess.run([python, "-m", "pipeline.cli", *words], cwd=folder, check=True, text=True, capture_output=True)
+
+
+def _start(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [environment_folder("orchestrator") / "bin" / "dvc", "repro"],
+        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def _repro(folder: Path) -> tuple[set[str], float]:
+    """Run `dvc repro`; which stages ran, and the seconds it took."""
+    started = time.monotonic()
+    process = _start(folder)
+    output, _ = process.communicate(timeout=1500)
+    assert process.returncode == 0, output[-6000:]
+    return set(re.findall(r"Running stage '([^']+)'", output)), time.monotonic() - started
+
+
+def _left_over(folder: Path) -> list[str]:
+    """Processes that work in or for the clone."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
+        if process.pid == os.getpid():
+            continue
+        words = " ".join(process.info["cmdline"] or [])
+        if str(folder) in words or str(folder) in (process.info["cwd"] or "") or "VLLM::" in words:
+            found.append(f"{process.pid} {words[:120]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def first_run(clone: Path) -> Iterator[set[str]]:
+    ran, _ = _repro(clone)
+    yield ran
+
+
+def test_every_stage_ran(first_run: set[str]) -> None:
+    expected = {"environment", "prepare", "quantize@awq", "plan", "verdict", "report", "track"}
+    expected |= {f"{stage}@{variant}" for stage in ("measure", "quality") for variant in VARIANTS}
+    assert first_run == expected
+
+
+def test_verdict_keeps_its_contract(clone: Path, first_run: set[str]) -> None:
+    raw = json.loads((clone / "results/verdict.json").read_text())
+    assert {"profile", "reference", "variants"} <= set(raw)
+    for name in VARIANTS:
+        variant = raw["variants"][name]
+        assert variant["decision"] in ("GO", "NO-GO", "INCONCLUSIVE")
+        for gate in variant["gates"]:
+            assert {"name", "decision", "value", "limit", "unit", "why"} <= set(gate)
+        assert variant["capacity"]["predicted_tokens"] == variant["capacity"]["reported_tokens"] > 0
+        assert variant["quality"]["n"] == 40
+        assert variant["provenance"]["engine_version"]
+    # 40 sequences are wanted, and 8 of the reference's fit: arithmetic and engine agree on that NO-GO.
+    assert raw["variants"]["bf16"]["decision"] == "NO-GO"
+    load(clone / "results/verdict.json", Verdict)
+
+
+def test_fp8_kv_and_awq_raise_capacity_as_predicted(clone: Path, first_run: set[str]) -> None:
+    small, large = (load(clone / f"results/measure/{name}.json", Measurement) for name in VARIANTS)
+    assert large.capacity.predicted_fitting_sequences > 40 > small.capacity.predicted_fitting_sequences
+    assert small.capacity.observed_peak_running is not None
+    assert abs(small.capacity.observed_peak_running - small.capacity.predicted_fitting_sequences) <= 1
+    assert large.provenance.kv_cache_dtype is not None and "fp8" in large.provenance.kv_cache_dtype
+
+
+def test_published_figures_come_from_the_records(clone: Path, first_run: set[str]) -> None:
+    for name in VARIANTS:
+        measured = load(clone / f"results/measure/{name}.json", Measurement)
+        records = read_records(clone / measured.requests_file)
+        timeline = [json.loads(line) for line in (clone / measured.timeline_file).read_text().splitlines()]
+        for level in measured.levels:
+            again = summarise([r for r in records if r.level == level.concurrency], timeline, level.concurrency)
+            assert again == level
+    assert pyarrow.parquet.read_table(clone / measured.requests_file).num_rows == len(records)
+
+
+def test_report_and_tracking_are_there(clone: Path, first_run: set[str]) -> None:
+    import mlflow
+
+    html = (clone / "results/report.html").read_text()
+    assert all(name in html for name in VARIANTS)
+    tracked = json.loads((clone / "results/tracking.json").read_text())
+    client = mlflow.MlflowClient(f"sqlite:///{clone}/mlruns/mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == tracked["experiment"]]
+    assert len(client.search_runs([experiment.experiment_id])) == len(VARIANTS) + 1
+
+
+def test_nothing_changed_nothing_runs(clone: Path, first_run: set[str]) -> None:
+    ran, seconds = _repro(clone)
+    assert ran == {"environment"}
+    assert seconds < 30  # a bound against a rerun, not a claim: 10 s is what a quiet machine needs
+
+
+def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> None:
+    """Edit one variant, SIGKILL dvc while its engine serves: nothing stays behind, the next run reruns that variant only."""
+    path = clone / "conf/variant/awq-fp8kv.yaml"
+    path.write_text(path.read_text() + "engine_args: [--max-logprobs, '5']\n")
+    before = (clone / "results/measure/bf16.json").read_bytes()
+    process = _start(clone)
+    log = clone / "results/logs/measure/awq-fp8kv/serve.log"
+    log.unlink(missing_ok=True)
+    deadline = time.monotonic() + 300
+    while not (log.exists() and "Application startup complete" in log.read_text(errors="replace")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while _left_over(clone) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert _left_over(clone) == []
+    assert (clone / "results/measure/bf16.json").read_bytes() == before
+    assert not list((clone / "results").rglob("*.partial"))
+    ran, _ = _repro(clone)
+    assert ran == {"environment", "plan", "measure@awq-fp8kv", "quality@awq-fp8kv", "verdict", "report", "track"}
+    assert _left_over(clone) == []
+
+
+def test_wrong_input_stops_before_anything_runs(clone: Path, first_run: set[str]) -> None:
+    path = clone / "conf/variant/awq-fp8kv.yaml"
+    good = path.read_text()
+    verdict = (clone / "results/verdict.json").read_bytes()
+    try:
+        path.write_text(good.replace("kv_cache_dtype: fp8", "kv_cache_dtype: fp9"))
+        process = _start(clone)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        path.write_text(good)
+    assert process.returncode != 0
+    assert "conf/variant/awq-fp8kv.yaml: kv_cache_dtype is 'fp9'" in output
+    assert "Traceback" not in output
+    assert (clone / "results/verdict.json").read_bytes() == verdict

@@ -1,0 +1,98 @@
+"""A recipe or request that can't work is refused before any minute is spent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.errors import UserInputError
+from pipeline.quantize.base import QuantizeRequest, backend, check_request, quantize
+from pipeline.settings.schema import QuantizeRecipe
+from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"bits": 8},
+        {"group_size": 48},
+        {"zero_point": False},
+        {"backend": "gptq"},
+        {"samples": 0},
+        {"sequence_tokens": 8},
+        {"max_perplexity_ratio": 1.0},
+        {"effective_error_range": (0.2, 0.1)},
+        {"samples": 4, "sequence_tokens": 128, "min_effective_tokens": 1024},
+        {"groupsize": 64},
+    ],
+)
+def test_impossible_recipes_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        QuantizeRecipe(**bad)
+
+
+def test_recipe_survives_json() -> None:
+    recipe = QuantizeRecipe(group_size=64, samples=8, sequence_tokens=128)
+    assert QuantizeRecipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
+
+
+def test_backend_is_found_by_its_module_and_keeps_the_heap() -> None:
+    found = backend("autoawq")
+    assert (found.environment, found.scheme) == ("autoawq", "awq")
+    assert int(found.process_environment["MALLOC_MMAP_THRESHOLD_"]) > 1 << 30
+    code = "import sys; from pipeline.quantize.base import backend; backend('autoawq'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
+        "torch is only in the environment"
+    )
+
+
+def test_unknown_backend_is_named() -> None:
+    with pytest.raises(UserInputError, match=r"quantizer\.backend='gptq' is unknown"):
+        backend("gptq")
+
+
+def make_request(folder: Path, **recipe: Any) -> QuantizeRequest:
+    return QuantizeRequest(
+        model_dir=write_model(folder / "model", LLAMA),
+        out_dir=folder / "out",
+        calibration_file=write_texts(folder / "calibration.jsonl", prose(5, seed=1)),
+        heldout_file=write_texts(folder / "heldout.jsonl", prose(5, seed=2)),
+        recipe=QuantizeRecipe(**{"group_size": 64, **recipe}),
+    )
+
+
+def test_sound_request_passes(tmp_path: Path) -> None:
+    check_request(make_request(tmp_path))
+
+
+def test_group_size_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    request = make_request(tmp_path, group_size=128)
+    config = json.loads((request.model_dir / "config.json").read_text())
+    config |= {"intermediate_size": 192}
+    write_model(request.model_dir, config)
+    with pytest.raises(
+        UserInputError, match=r"group_size=128 doesn't divide the 192 inputs of mlp\.down_proj.*: 32, 64"
+    ):
+        check_request(request)
+
+
+def test_heldout_text_that_is_calibration_text_is_refused(tmp_path: Path) -> None:
+    request = make_request(tmp_path)
+    write_texts(request.heldout_file, [*prose(5, seed=2), prose(5, seed=1)[3].replace(" ", "  ")])
+    with pytest.raises(UserInputError, match=r"heldout\.jsonl: text 't5' is in .*calibration\.jsonl too"):
+        check_request(request)
+
+
+def test_refused_request_writes_nothing(tmp_path: Path) -> None:
+    request = make_request(tmp_path)
+    (request.model_dir / "tokenizer.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserInputError, match="no tokenizer"):
+        quantize(request, sys.executable, log_path=tmp_path / "quantize.log")
+    assert sorted(tmp_path.rglob("*")) == before

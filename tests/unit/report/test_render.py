@@ -1,0 +1,210 @@
+"""The page and the Markdown: everything is in, nothing reaches outside, nothing is invented, nothing breaks out."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from pipeline.report import ResultBundle, render
+from pipeline.report.wording import NOT_MEASURED
+from pipeline.results import Gate
+from tests.support.sample_results import SHAPES, SLICES, sample_results
+
+VOID = {"meta", "path", "use", "rect", "br"}
+
+
+class Page(HTMLParser):
+    """Collects what the assertions need and notices tags that don't close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(value or "")
+            if key.split(":")[-1] in ("href", "src", "srcset", "action", "data", "poster"):
+                self.links.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+@pytest.fixture(scope="module")
+def bundle() -> ResultBundle:
+    return sample_results()
+
+
+@pytest.fixture(scope="module")
+def rendered(bundle: ResultBundle) -> tuple[str, str]:
+    return render(bundle)
+
+
+def renamed(old: str, new: str) -> ResultBundle:
+    """The sample with one variant under another name, everywhere."""
+    source = sample_results()
+    plan = source.plan.model_copy(
+        update={
+            "device": new,
+            "rows": [
+                row.model_copy(update={"variant": new}) if row.variant == old else row
+                for row in source.plan.rows
+            ],
+        }
+    )
+
+    def swap(values: dict[str, Any]) -> dict[str, Any]:
+        return {new if name == old else name: value for name, value in values.items()}
+
+    variants = swap(dict(source.verdict.variants))
+    gate = Gate(name=new, decision="NO-GO", value=1.0, limit=2.0, unit=new, why=new)
+    variants[new] = variants[new].model_copy(update={"gates": [gate, *variants[new].gates]})
+    return ResultBundle(
+        verdict=source.verdict.model_copy(update={"variants": variants}),
+        plan=plan,
+        measurements=swap(dict(source.measurements)),
+        qualities=swap(dict(source.qualities)),
+        quantizations={new: {**source.quantizations["awq"], "backend": new}},
+        environment=source.environment.model_copy(update={"cpu_model": new}),
+        timelines=swap(dict(source.timelines)),
+        facts={"policy": {new: new}, "variants": {new: new}},
+    )
+
+
+def test_every_variant_gate_and_reason_is_on_both(bundle: ResultBundle, rendered: tuple[str, str]) -> None:
+    page, markdown = Page(rendered[0]).text, rendered[1]
+    for name, result in bundle.verdict.variants.items():
+        assert name in page and name in markdown
+        assert result.decision in page and result.decision in markdown
+        for gate in result.gates:
+            reason = gate.why[1:]  # the first letter may be made upper-case
+            assert gate.name in page and gate.name in markdown
+            assert reason in page and reason in markdown
+    for label in SLICES:
+        assert label in page and label in markdown
+
+
+def test_the_page_is_well_formed_and_its_ids_are_unique(rendered: tuple[str, str]) -> None:
+    page = Page(rendered[0])
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_the_page_loads_nothing(rendered: tuple[str, str]) -> None:
+    html = rendered[0]
+    page = Page(html)
+    assert page.links and all(link.startswith("#") for link in page.links)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert not page.tags & {"script", "link", "iframe", "object", "embed", "img", "base", "form"}
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", html)
+
+
+def test_the_same_results_give_the_same_bytes(rendered: tuple[str, str]) -> None:
+    assert render(sample_results()) == rendered
+
+
+def test_the_page_stays_small(rendered: tuple[str, str]) -> None:
+    assert len(rendered[0].encode()) < 1_000_000
+
+
+def test_every_plot_is_drawn_and_described(rendered: tuple[str, str]) -> None:
+    labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', rendered[0])
+    assert len(labels) == 1 + 3 + len(SHAPES) + 1 + 1  # ladder, load curves, timelines, forest, layer errors
+    assert len(set(labels)) == len(labels)
+
+
+def test_no_placeholder_colour_is_left(rendered: tuple[str, str]) -> None:
+    assert not re.search(r"#0[ab]0[ab]0", rendered[0])
+    used = set(re.findall(r"var\((--[\w-]+)\)", rendered[0]))
+    defined = set(re.findall(r"(--[\w-]+):", rendered[0]))
+    assert used <= defined
+
+
+def test_emulation_is_said_before_the_first_table(rendered: tuple[str, str]) -> None:
+    for text in rendered:
+        start = re.split(r"<table|\n\|", text, maxsplit=1)[0]
+        assert "Emulated memory budget" in start and "Emulated kernels" in start
+
+
+def test_a_real_device_with_stock_kernels_carries_no_caveat(bundle: ResultBundle) -> None:
+    variants = {
+        name: result.model_copy(update={"provenance": result.provenance.model_copy(update={"emulated": []})})
+        for name, result in bundle.verdict.variants.items()
+        if result.provenance
+    }
+    real = ResultBundle(
+        verdict=bundle.verdict.model_copy(update={"variants": variants}),
+        plan=bundle.plan.model_copy(update={"device_emulated": False}),
+        measurements=bundle.measurements,
+        qualities=bundle.qualities,
+        quantizations=bundle.quantizations,
+        environment=bundle.environment,
+        timelines=bundle.timelines,
+        facts=bundle.facts,
+    )
+    html, markdown = render(real)
+    assert "Emulated memory budget." not in html and "Emulated kernels." not in html
+    assert 'class="tag">emulated' not in html and "(emulated kernel)" not in markdown
+
+
+def test_the_control_stands_beside_every_delta(rendered: tuple[str, str]) -> None:
+    table = rendered[1].split("### Verdict by variant")[1].split("###")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == len(SHAPES)
+    assert all("A/A" in row for row in rows if not row.startswith("| bf16<br>"))
+
+
+def test_missing_results_are_said_and_never_zero() -> None:
+    html, markdown = render(sample_results(frozenset({"awq", "bf16-again"})))
+    for section, cells in (("### Load levels", 12), ("### Accuracy change against the reference", 8)):
+        table = markdown.split(section)[1].split("###")[0]
+        row = next(line for line in table.splitlines() if line.startswith("| awq |"))
+        assert row.count(NOT_MEASURED) == cells
+        assert not re.search(r"\d", row)
+    assert "noise floor is unknown" in html
+
+
+def test_everything_missing_still_renders() -> None:
+    html, markdown = render(sample_results(frozenset(SHAPES)))
+    assert "No variant is GO" in html and NOT_MEASURED in markdown
+    assert Page(html).open == []
+
+
+def test_a_gate_that_does_not_count_is_marked(rendered: tuple[str, str]) -> None:
+    assert rendered[1].count("(not gated)") == 2 * len(SHAPES)  # in the matrix and in detail
+
+
+@pytest.mark.parametrize(
+    "hostile", ["<script>alert(1)</script>", "a&b\"'<i>", "a|b`c`*d*", "$x_1$ $", "]]> --><svg>"]
+)
+def test_hostile_names_stay_text(hostile: str) -> None:
+    html, markdown = render(renamed("awq", hostile))
+    page = Page(html)
+    assert hostile in page.text
+    assert not page.tags & {"script", "i"}
+    assert page.open == []
+    assert "<script" not in markdown and "<svg" not in markdown
+    for block in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(widths) == 1  # a bar in a name opened no column

