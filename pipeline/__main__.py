@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-if sys.version_info < (3, 9):
+if sys.version_info < (3, 9):  # noqa: UP036  whatever python3 there is starts this
     sys.exit("error: Python 3.11 is needed to run quantgate (any Python from 3.9 on can start it)")
 
 from pipeline.environments import interpreter

@@ -17,9 +17,13 @@ OVERRIDES = "Hydra overrides, e.g. profile=rtx4090, device=rtx4090, server.max_m
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="quantgate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="quantgate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="what fits: the capacity table and the ordered levers, by arithmetic")
+    plan = commands.add_parser(
+        "plan", help="what fits: the capacity table and the ordered levers, by arithmetic"
+    )
     plan.add_argument("overrides", nargs="*", help=OVERRIDES)
     plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
@@ -65,7 +69,11 @@ def _doctor(arguments: argparse.Namespace) -> None:
     checks = examine(settings, describe_machine())
     error = verdict(checks)
     if arguments.json:
-        found = {"profile": settings.profile, "can_run": error is None, "checks": [dataclasses.asdict(c) for c in checks]}
+        found = {
+            "profile": settings.profile,
+            "can_run": error is None,
+            "checks": [dataclasses.asdict(c) for c in checks],
+        }
         print(json.dumps(found, indent=2))
     else:
         for check in checks:

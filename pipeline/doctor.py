@@ -48,18 +48,28 @@ def _guard(name: str, body: Callable[[], str]) -> Check:
 def _processor(settings: Settings, machine: Environment) -> Check:
     if settings.device.kind == "cuda":
         if machine.gpus:
-            cards = ", ".join(f"{gpu['name']} ({gpu['memory_total_bytes'] / GIB:.1f} GiB)" for gpu in machine.gpus)
+            cards = ", ".join(
+                f"{gpu['name']} ({gpu['memory_total_bytes'] / GIB:.1f} GiB)" for gpu in machine.gpus
+            )
             return Check("GPU", "ok", cards)
         return Check(
             "GPU", "fail", f"no NVIDIA GPU is visible, and the profile {settings.profile} serves on one",
             "run on a machine with the card and its driver (nvidia-smi must list it), or use profile=demo", 3,
         )  # fmt: skip
     if "avx2" not in machine.cpu_flags:
-        return Check("CPU", "fail", f"{machine.cpu_model} has no AVX2", "vLLM's CPU build needs an x86 CPU with AVX2", 3)
+        return Check(
+            "CPU",
+            "fail",
+            f"{machine.cpu_model} has no AVX2",
+            "vLLM's CPU build needs an x86 CPU with AVX2",
+            3,
+        )
     if "avx512f" in machine.cpu_flags:
         return Check("CPU", "ok", f"{machine.cpu_model}, {machine.cpu_count} cores, AVX-512: stock kernels")
     return Check(
-        "CPU", "ok", f"{machine.cpu_model}, {machine.cpu_count} cores, no AVX-512: int4 and FP8 KV run emulated, labelled so"
+        "CPU",
+        "ok",
+        f"{machine.cpu_model}, {machine.cpu_count} cores, no AVX-512: int4 and FP8 KV run emulated, labelled so",
     )
 
 
@@ -112,7 +122,10 @@ def _plan(settings: Settings) -> str:
     if settings.model.config is None:
         return "the model's geometry is read once its weights are at hand"
     rows = plan_of(settings)["variants"]
-    return ", ".join(f"{row['variant']} {row['sequences']}" for row in rows) + f" of {settings.policy.required_sequences} sequences"
+    return (
+        ", ".join(f"{row['variant']} {row['sequences']}" for row in rows)
+        + f" of {settings.policy.required_sequences} sequences"
+    )
 
 
 def verdict(checks: list[Check]) -> QuantgateError | None:

@@ -24,7 +24,9 @@ def plan_of(settings: Settings) -> dict[str, Any]:
     geometry = Geometry.from_config(model.config, f"conf/model/{settings.choices['model']}.yaml: config")
     sizes = {"bf16": weight_bytes(geometry, BF16)}
     for scheme, recipe in settings.quantizers.items():
-        sizes[scheme] = weight_bytes(geometry, WeightScheme(recipe.bits, recipe.group_size, recipe.zero_point))
+        sizes[scheme] = weight_bytes(
+            geometry, WeightScheme(recipe.bits, recipe.group_size, recipe.zero_point)
+        )
     card = Card(device.memory_bytes, device.memory_utilization, device.overhead_bytes)
     rows = [
         plan_row(
@@ -97,7 +99,13 @@ def render_plan(plan: dict[str, Any]) -> str:
     lines += _table(header, body)
     lines += ["", "Levers, in order:"]
     body = [
-        [lever["change"], str(lever["sequences"]), str(lever["alone"]), "yes" if lever["reaches_required"] else "no", lever["risk"]]
+        [
+            lever["change"],
+            str(lever["sequences"]),
+            str(lever["alone"]),
+            "yes" if lever["reaches_required"] else "no",
+            lever["risk"],
+        ]
         for lever in plan["levers"]
     ]
     lines += _table(["change", "sequences", "alone", "enough", "risk"], body)
@@ -109,7 +117,8 @@ def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     numeric = [all(row[column][:1].isdigit() for row in body) for column in range(len(header))]
     return [
         "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric, strict=True)
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
         ).rstrip()
         for row in [header, *body]
     ]

@@ -55,7 +55,9 @@ class Capacity(Record):
     kappa_bytes: int = Field(description="KV bytes per token")
     kv_budget_bytes: int | None = Field(description="bytes granted to the KV pool")
     predicted_tokens: int | None = Field(description="what the engine's log should say")
-    predicted_sequences: float | None = Field(description="predicted_tokens / max_model_len, as the log counts")
+    predicted_sequences: float | None = Field(
+        description="predicted_tokens / max_model_len, as the log counts"
+    )
     predicted_fitting_sequences: int | None = Field(
         description="whole sequences that really fit: floor((blocks - 1) / blocks per sequence); one block is the "
         "engine's null block"
@@ -75,7 +77,9 @@ class Environment(Record):
     """The machine that produced the numbers. Nothing in it may change between two runs on one machine."""
 
     cpu_model: str
-    cpu_flags: list[str] = Field(description="the vector extensions that choose kernels: avx2, avx512f, amx_tile …")
+    cpu_flags: list[str] = Field(
+        description="the vector extensions that choose kernels: avx2, avx512f, amx_tile …"
+    )
     cpu_count: int
     memory_bytes: int
     gpus: list[dict[str, Any]] = Field(description="name, memory_total_bytes, compute_capability, driver")
@@ -122,7 +126,9 @@ class Provenance(Record):
     engine_version: str | None
     command: list[str]
     attention_backend: str | None = Field(description="as the engine's log names it")
-    weights_kernel: str | None = Field(description="linear kernel of quantized weights, as logged; null for BF16")
+    weights_kernel: str | None = Field(
+        description="linear kernel of quantized weights, as logged; null for BF16"
+    )
     kv_cache_dtype: str | None = Field(description="what the engine really took")
     kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
@@ -260,7 +266,8 @@ class Gate(Record):
     unit: str
     why: str
     gating: bool = Field(
-        default=True, description="false: shown with the decision it would make, but no part of the verdict; `why` says why not"
+        default=True,
+        description="false: shown with the decision it would make, but no part of the verdict; `why` says why not",
     )
 
 
@@ -281,7 +288,9 @@ class QualityDelta(Record):
     flips_gained: int | None
     changed_answers: int | None = Field(description="items whose chosen answer changed, right or wrong")
     mcnemar_p: float | None
-    items_to_decide: int | None = Field(description="items that would decide it if the truth is delta = 0; null if decided")
+    items_to_decide: int | None = Field(
+        description="items that would decide it if the truth is delta = 0; null if decided"
+    )
     noise_floor_flips: int | None = Field(description="flips of the A/A control")
     noise_floor_changed_answers: int | None
     slices: dict[str, dict[str, Any]] = Field(description="slice -> n, delta, delta_ci")

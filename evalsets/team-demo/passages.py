@@ -13,7 +13,7 @@ from items import Question, ranked
 
 PASSAGES_OF_A_KIND = 10
 QUESTIONS_OF_A_PASSAGE = 3
-# Measured with the tokenizer of SmolLM2-135M: filler up to this many words, facts and question stay under 480 tokens.
+# With this much filler the longest prompt and choice have 433 tokens of SmolLM2-135M's tokenizer (measured); 480 is the limit.
 FILLER_WORDS = (190, 220, 245, 270, 290)
 
 NAMES = [

@@ -43,7 +43,9 @@ class Geometry:
                 f"{where}: architectures is {names or 'missing'}; its KV layout isn't modelled, allowed are "
                 f"{', '.join(sorted(DENSE_ARCHITECTURES))}"
             )
-        if config.get("sliding_window") and config.get("use_sliding_window", architecture == "MistralForCausalLM"):
+        if config.get("sliding_window") and config.get(
+            "use_sliding_window", architecture == "MistralForCausalLM"
+        ):
             raise UserInputError(
                 f"{where}: sliding_window is {config['sliding_window']}; sliding-window layers aren't modelled"
             )

@@ -19,7 +19,9 @@ KV_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e
 def kappa_bytes(geometry: Geometry, kv_cache_dtype: str, tensor_parallel: int = 1) -> int:
     """KV bytes per token and rank: 2 (K and V) * layers * KV heads per rank * head_dim * bytes per element."""
     if kv_cache_dtype not in KV_ELEMENT_BYTES:
-        raise UserInputError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed are {', '.join(KV_ELEMENT_BYTES)}")
+        raise UserInputError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}; allowed are {', '.join(KV_ELEMENT_BYTES)}"
+        )
     heads_per_rank = max(1, geometry.kv_heads // tensor_parallel)
     return 2 * geometry.layers * heads_per_rank * geometry.head_dim * KV_ELEMENT_BYTES[kv_cache_dtype]
 
@@ -44,7 +46,7 @@ class KvPool:
 
     @property
     def logged_sequences(self) -> Fraction:
-        """"Maximum concurrency" of the engine's log: blocks / blocks per sequence, the null block not deducted."""
+        """ "Maximum concurrency" of the engine's log: blocks / blocks per sequence, the null block not deducted."""
         return Fraction(self.blocks, self.blocks_per_sequence)
 
     @property

@@ -64,7 +64,9 @@ def plan_row(
 ) -> Row:
     """Capacity of one variant; `UserInputError` when the weights leave nothing or max_model_len is above the model's."""
     if max_model_len > geometry.max_position:
-        raise UserInputError(f"max_model_len {max_model_len} is above the model's own {geometry.max_position}")
+        raise UserInputError(
+            f"max_model_len {max_model_len} is above the model's own {geometry.max_position}"
+        )
     kappa = kappa_bytes(geometry, kv_cache_dtype)
     budget = kv_budget_bytes(card.memory_bytes, card.utilization, weight_bytes, card.overhead_bytes)
     pool = kv_pool(budget, kappa, block_size, max_model_len)
@@ -96,17 +98,32 @@ def levers(
     if quantized:
         now = (quantized, now[1], now[2])
         found.append(
-            Lever(f"{quantized} weights", fits(*now), fits(*now), "a few points on some tasks; measure on your set")
+            Lever(
+                f"{quantized} weights",
+                fits(*now),
+                fits(*now),
+                "a few points on some tasks; measure on your set",
+            )
         )
     now = (now[0], "fp8", now[2])
     found.append(
-        Lever("FP8 KV cache", fits(*now), fits("bf16", "fp8", max_model_len), "can wreck outputs at scale 1.0 (Qwen2.5); calibrate")
+        Lever(
+            "FP8 KV cache",
+            fits(*now),
+            fits("bf16", "fp8", max_model_len),
+            "can wreck outputs at scale 1.0 (Qwen2.5); calibrate",
+        )
     )
     shorter = _longest_for(lambda length: fits(now[0], now[1], length), required, block_size, max_model_len)
     if shorter is not None and shorter < max_model_len:
         alone = fits("bf16", "bfloat16", shorter)
         found.append(
-            Lever(f"max_model_len {shorter}", fits(now[0], now[1], shorter), alone, "longer requests are refused")
+            Lever(
+                f"max_model_len {shorter}",
+                fits(now[0], now[1], shorter),
+                alone,
+                "longer requests are refused",
+            )
         )
     if geometry.kv_heads >= 2:
         found.append(

@@ -40,7 +40,9 @@ def weight_bytes(geometry: Geometry, scheme: WeightScheme) -> int:
         groups = linear // scheme.group_size
         linear_bytes = linear // 2 + 2 * groups + (groups // 2 if scheme.zero_point else 0)
     else:
-        raise UserInputError(f"weights of {scheme.bits} bits, group size {scheme.group_size}: allowed are 16, or 4 with groups")
+        raise UserInputError(
+            f"weights of {scheme.bits} bits, group size {scheme.group_size}: allowed are 16, or 4 with groups"
+        )
     embeddings = geometry.vocabulary * geometry.hidden * (1 if geometry.tied_embeddings else 2)
     norms = (2 * geometry.layers + 1) * geometry.hidden
     biases = 0

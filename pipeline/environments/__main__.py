@@ -17,7 +17,10 @@ def lock(name: str) -> None:
     """Resolve the group `name` of pyproject.toml into its lock file, without naming any index or path in it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     links = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split()
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "in.txt"
@@ -39,7 +42,9 @@ def lock(name: str) -> None:
     if result.returncode:
         raise EnvironmentUnfitError(f"{name} can't be resolved: {result.stderr.strip()}")
     lines = [line for line in result.stdout.splitlines() if line.split("==")[0] not in excluded]
-    header = f"# Lock of the environment {name}: made by `make lock` from pyproject.toml's dependency group.\n"
+    header = (
+        f"# Lock of the environment {name}: made by `make lock` from pyproject.toml's dependency group.\n"
+    )
     write_text(lock_file(name), header + "\n".join(lines) + "\n")
     print(f"{lock_file(name).relative_to(ROOT)}: {len(lines)} packages")
 

@@ -127,7 +127,9 @@ def _build(name: str, folder: Path) -> None:
     with open(log, "w", encoding="utf-8") as output:
         _run(name, log, output, [base_interpreter(), "-m", "venv", str(folder)])
         python = str(folder / "bin" / "python")
-        lines = [line for line in lock_file(name).read_text().splitlines() if line and not line.startswith("#")]
+        lines = [
+            line for line in lock_file(name).read_text().splitlines() if line and not line.startswith("#")
+        ]
         torch = [line for line in lines if line.startswith("torch==")]
         if torch:
             _install_torch(name, log, output, python, torch[0])
@@ -141,7 +143,16 @@ def _build(name: str, folder: Path) -> None:
 
 
 def _pip(python: str) -> list[str]:
-    return [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    return [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+    ]
 
 
 def _install_torch(name: str, log: Path, output: object, python: str, requirement: str) -> None:
@@ -150,7 +161,10 @@ def _install_torch(name: str, log: Path, output: object, python: str, requiremen
     uv knows that index by itself (`--torch-backend cpu`), so no host is written down here.
     """
     attempt = subprocess.run(
-        [*_pip(python), "--no-deps", requirement], stdout=output, stderr=output, check=False  # type: ignore[call-overload]
+        [*_pip(python), "--no-deps", requirement],
+        stdout=output,
+        stderr=output,
+        check=False,  # type: ignore[call-overload]
     )
     if attempt.returncode == 0:
         return

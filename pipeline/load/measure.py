@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def timeline(self) -> Sequence[TimelineRow]: ...
 
 
-def run_load(  # noqa: PLR0917 - one of each kind, none of which could be mistaken for another
+def run_load(
     workload: Workload,
     driver: LoadDriver,
     server: LoadedServer,

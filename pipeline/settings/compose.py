@@ -34,7 +34,8 @@ def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Se
     composed, choices = _compose(root, list(overrides))
     composed["variants"] = {name: _variant(root, name) for name in composed.pop("variant_names")}
     composed["quantizers"] = {
-        scheme: _compose_group(root, "quantizer", name) for scheme, name in composed.pop("quantizer_names").items()
+        scheme: _compose_group(root, "quantizer", name)
+        for scheme, name in composed.pop("quantizer_names").items()
     }
     composed["choices"] = {group: choices[group] for group in GROUPS}
     try:
@@ -149,7 +150,9 @@ def _explain(error: ValidationError, choices: dict[str, str]) -> str:
     """The first fault as `file: key is value: what is allowed`."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
-    group = {"variants": "variant", "quantizers": "quantizer"}.get(location[0], location[0]) if location else ""
+    group = (
+        {"variants": "variant", "quantizers": "quantizer"}.get(location[0], location[0]) if location else ""
+    )
     if group in ("variant", "quantizer") and len(location) > 1:
         file, key = f"conf/{group}/{location[1]}.yaml", ".".join(location[2:])
     elif group in choices:

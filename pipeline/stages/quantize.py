@@ -29,7 +29,9 @@ def run(settings: Settings, scheme: str) -> None:
     python = interpreter(backend(recipe.backend).environment)
     record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")
     write_json(RESULTS / "quantize" / f"{scheme}.json", record)
-    print(f"{scheme}: perplexity x{record['perplexity']['ratio']:.3f}, {record['weight_bytes'] / 1024**2:.1f} MiB")
+    print(
+        f"{scheme}: perplexity x{record['perplexity']['ratio']:.3f}, {record['weight_bytes'] / 1024**2:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":

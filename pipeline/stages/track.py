@@ -20,7 +20,9 @@ def run(settings: Settings, _: str) -> None:
         artifacts=result_artifacts(RESULTS, found),
     )
     write_json(RESULTS / "tracking.json", summary.as_json())
-    print(f"MLflow: {'wrote' if summary.written else 'already had'} {len(summary.runs)} variant runs and their comparison")
+    print(
+        f"MLflow: {'wrote' if summary.written else 'already had'} {len(summary.runs)} variant runs and their comparison"
+    )
 
 
 if __name__ == "__main__":

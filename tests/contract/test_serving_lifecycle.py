@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,12 @@ def wait_until_gone(folder: Path, seconds: float = 30.0) -> list[psutil.Process]
 
 
 @pytest.fixture(autouse=True)
-def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the server starts inherits this, children in sessions of their own included."""
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the server starts inherits this, children in sessions of their own included; a failed test's are ended."""
     monkeypatch.setenv("QUANTGATE_TEST_MARK", str(tmp_path))
+    yield
+    for process in marked(tmp_path):
+        process.kill()
 
 
 def ask(server: Server) -> requests.Response:
@@ -294,6 +297,17 @@ def test_kill_of_our_whole_tree_ends_the_engine(tmp_path: Path) -> None:
         member.kill()
     process.wait(30)
     assert wait_until_gone(tmp_path) == []
+
+
+def test_kill_of_us_and_the_guard_ends_the_engine(tmp_path: Path) -> None:
+    """Nobody is left to clean up, so the kernel has to: the engine's parent-death signal."""
+    process, pid = parent(tmp_path)
+    guard = psutil.Process(pid).parent()
+    assert guard is not None
+    process.kill()
+    guard.kill()
+    process.wait(30)
+    assert wait_until_gone(tmp_path, 10) == []
 
 
 def test_lease_is_free_again_only_when_a_killed_owners_engine_is_gone(

@@ -51,7 +51,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = (conf / "profile/demo.yaml").read_text()
     profile = profile.replace("override /load: demo", "override /load: reduced")
     profile = profile.replace("override /evalset: team-demo", "override /evalset: reduced")
-    profile = profile.replace("profile: demo", "profile: reduced").replace("control: bf16-again", "control: null")
+    profile = profile.replace("profile: demo", "profile: reduced").replace(
+        "control: bf16-again", "control: null"
+    )
     profile = re.sub(r"variant_names: .*", f"variant_names: {VARIANTS}", profile)
     (conf / "profile/reduced.yaml").write_text(profile)
     _quantgate(folder, "use", "reduced")
@@ -60,7 +62,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _quantgate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     python = environment_folder("orchestrator") / "bin" / "python"
-    return subprocess.run([python, "-m", "pipeline.cli", *words], cwd=folder, check=True, text=True, capture_output=True)
+    return subprocess.run(
+        [python, "-m", "pipeline.cli", *words], cwd=folder, check=True, text=True, capture_output=True
+    )
 
 
 def _start(folder: Path) -> subprocess.Popen[str]:
@@ -133,7 +137,9 @@ def test_published_figures_come_from_the_records(clone: Path, first_run: set[str
         records = read_records(clone / measured.requests_file)
         timeline = [json.loads(line) for line in (clone / measured.timeline_file).read_text().splitlines()]
         for level in measured.levels:
-            again = summarise([r for r in records if r.level == level.concurrency], timeline, level.concurrency)
+            again = summarise(
+                [r for r in records if r.level == level.concurrency], timeline, level.concurrency
+            )
             assert again == level
     assert pyarrow.parquet.read_table(clone / measured.requests_file).num_rows == len(records)
 
@@ -176,7 +182,15 @@ def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> N
     assert (clone / "results/measure/bf16.json").read_bytes() == before
     assert not list((clone / "results").rglob("*.partial"))
     ran, _ = _repro(clone)
-    assert ran == {"environment", "plan", "measure@awq-fp8kv", "quality@awq-fp8kv", "verdict", "report", "track"}
+    assert ran == {
+        "environment",
+        "plan",
+        "measure@awq-fp8kv",
+        "quality@awq-fp8kv",
+        "verdict",
+        "report",
+        "track",
+    }
     assert _left_over(clone) == []
 
 

@@ -87,7 +87,7 @@ class Fp8CPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class Fp8CPUAttentionImpl(CPUAttentionBackendImpl):
     """One layer's attention."""
 
-    def __init__(  # noqa: PLR0917  vLLM calls it like this
+    def __init__(
         self,
         num_heads: int,
         head_size: int,
@@ -121,7 +121,7 @@ class Fp8CPUAttentionImpl(CPUAttentionBackendImpl):
         scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         store(key, value, kv_cache, slot_mapping, layer.isa, **scales)
 
-    def forward(  # noqa: PLR0917  vLLM calls it like this
+    def forward(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,

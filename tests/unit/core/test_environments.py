@@ -50,9 +50,18 @@ def test_built_once_and_linked(scratch: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == count
 
 
-def test_torch_comes_first_and_falls_back_to_the_cpu_index(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_comes_first_and_falls_back_to_the_cpu_index(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", fake_run(made, failing="pip install --no-input --disable-pip-version-check --progress-bar off --no-deps torch"))
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        fake_run(
+            made,
+            failing="pip install --no-input --disable-pip-version-check --progress-bar off --no-deps torch",
+        ),
+    )
     build.ensure("serve")
     words = [" ".join(command) for command in made]
     fallback = next(i for i, line in enumerate(words) if "--torch-backend cpu torch==2.13.0+cpu" in line)
@@ -60,7 +69,9 @@ def test_torch_comes_first_and_falls_back_to_the_cpu_index(scratch: Path, monkey
     assert fallback < rest
 
 
-def test_interrupted_build_is_not_taken_for_a_finished_one(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_build_is_not_taken_for_a_finished_one(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", fake_run(made, failing="-r "))
     with pytest.raises(EnvironmentUnfitError, match="no matching distribution"):

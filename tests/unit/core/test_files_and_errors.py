@@ -13,7 +13,9 @@ from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputE
 from pipeline.files import read_json, sha256_tree, write_json, write_text
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = write_text(tmp_path / "a.json", "old")
 
     def full(descriptor: int) -> None:

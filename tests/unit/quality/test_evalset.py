@@ -317,7 +317,7 @@ def test_a_cluster_stays_in_its_slice(shipped: list[Item]) -> None:
 
 
 def test_long_prompts_are_long_and_fit(shipped: list[Item]) -> None:
-    """At 2,000 characters the longest has 439 tokens of SmolLM2-135M's tokenizer (measured); the demo's window is 480."""
+    """At 2,000 characters the longest has 433 tokens of SmolLM2-135M's tokenizer (measured); the demo's window is 480."""
     lengths = [
         len(entry.prompt) + max(map(len, entry.choices)) for entry in shipped if entry.slice == "long_context"
     ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pipeline.errors import QuantgateError  # noqa: E402
-from pipeline.quantize.awq_format import PackedLinear, pack_words, unpack_words  # noqa: E402
+from pipeline.errors import QuantgateError
+from pipeline.quantize.awq_format import PackedLinear, pack_words, unpack_words
 
 
 def test_nibbles_are_in_awq_order() -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pipeline.errors import QuantgateError  # noqa: E402
-from pipeline.models.architectures import Geometry, geometry  # noqa: E402
-from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors, relative_error  # noqa: E402
-from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, random_weights  # noqa: E402
+from pipeline.errors import QuantgateError
+from pipeline.models.architectures import Geometry, geometry
+from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors, relative_error
+from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, random_weights
 
 Tensors = dict[str, Any]
 PREFIX = "model.layers.0."

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pipeline.quantize.perplexity import perplexity  # noqa: E402
+from pipeline.quantize.perplexity import perplexity
 
 
 class FixedModel:
