@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from items import Question, ranked
+from items import Question, distractors, ranked
 
 ADDITIONS = 34
 SUBTRACTIONS = 28
@@ -59,7 +59,7 @@ def _near(key: str, value: int, sign: str) -> tuple[str, ...]:
         value + step,
         value - step,
     } - {value}
-    return tuple(ranked(key, (str(number) for number in near if number > 0))[:3])
+    return distractors(key, str(value), (str(number) for number in near if number > 0))
 
 
 def _sequences() -> list[Question]:
@@ -70,7 +70,7 @@ def _sequences() -> list[Question]:
         near = {right + 1, right - 1, right + 2 * step, shown[-1], right + 3, right - 2} - {right}
         text = ", ".join(str(number) for number in shown)
         subject = f"from {start} by {step}".replace("by -", "down ")
-        wrong = tuple(ranked(text, (str(number) for number in near if number > 0))[:3])
+        wrong = distractors(text, str(right), (str(number) for number in near if number > 0))
         prompt = f"Continue the sequence: {text},"
         questions.append(Question("arithmetic", "sequence", subject, prompt, str(right), wrong, subject))
     return questions

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from items import CHOICES, Question, ranked
+from items import Question, distractors
 
 FACTS = Path(__file__).parent / "facts"
 # Results of expressions are computed here, from our own table and with nothing but these names.
@@ -76,12 +76,12 @@ def _section_questions(slice_name: str, section: Section) -> list[Question]:
             wrong = _listed(third)
         else:
             pool = {row[1] for row in section.rows if row[2] == third} - {answer}
-            wrong = tuple(ranked(key, pool)[: CHOICES - 1])
+            wrong = distractors(key, answer, pool)
         prompt = section.template.replace("{0}", subject).replace("{}", subject)
         questions.append(Question(slice_name, section.name, subject, prompt, answer, wrong, subject))
         if section.backward:
             others = {row[0] for row in section.rows if row[2] == third} - {subject}
-            wrong = tuple(ranked(f"{key}/backward", others)[: CHOICES - 1])
+            wrong = distractors(f"{key}/backward", subject, others)
             prompt = section.backward.replace("{}", answer)
             questions.append(
                 Question(slice_name, section.name, f"{subject} back", prompt, subject, wrong, subject)

@@ -33,6 +33,9 @@ class Question:
             raise ValueError(
                 f"{self.slice}/{self.section}, {self.subject!r}: needs 4 different choices, has {sorted(options)}"
             )
+        for choice in options:
+            if any(other.startswith(choice) for other in options - {choice}):
+                raise ValueError(f"{self.slice}/{self.section}, {self.subject!r}: {choice!r} begins another choice")
         if self.prompt != self.prompt.strip():
             raise ValueError(
                 f"{self.slice}/{self.section}, {self.subject!r}: the prompt begins or ends with white space"
@@ -42,6 +45,19 @@ class Question:
 def ranked(key: str, options: Iterable[str]) -> list[str]:
     """`options` in an order that depends on `key` alone."""
     return sorted(options, key=lambda option: _hash(f"{key}|{option}"))
+
+
+def distractors(key: str, right: str, options: Iterable[str]) -> tuple[str, ...]:
+    """Three of `options`, chosen by `key`. None begins another choice or is begun by one.
+
+    A model can't give " 16" more than it gives " 1", its beginning, where both are made of the same tokens: such an item
+    would have its answer by construction.
+    """
+    chosen = [right]
+    for option in ranked(key, options):
+        if not any(option.startswith(other) or other.startswith(option) for other in chosen):
+            chosen.append(option)
+    return tuple(chosen[1:CHOICES])
 
 
 def slug(text: str) -> str:
