@@ -35,7 +35,9 @@ class Question:
             )
         for choice in options:
             if any(other.startswith(choice) for other in options - {choice}):
-                raise ValueError(f"{self.slice}/{self.section}, {self.subject!r}: {choice!r} begins another choice")
+                raise ValueError(
+                    f"{self.slice}/{self.section}, {self.subject!r}: {choice!r} begins another choice"
+                )
         if self.prompt != self.prompt.strip():
             raise ValueError(
                 f"{self.slice}/{self.section}, {self.subject!r}: the prompt begins or ends with white space"

@@ -298,6 +298,14 @@ def test_a_choice_follows_its_prompt_with_exactly_one_space_or_in_chinese_none(s
             assert choice == choice.rstrip(), (entry.id, choice)
 
 
+def test_no_choice_begins_another(shipped: list[Item]) -> None:
+    """Where " 1" and " 16" share their tokens, " 16" can't be likelier than its own beginning: no model could be right."""
+    for entry in shipped:
+        for choice in entry.choices:
+            others = [other for other in entry.choices if other != choice and other.startswith(choice)]
+            assert not others, (entry.id, choice, others)
+
+
 def test_no_two_items_ask_the_same(shipped: list[Item]) -> None:
     assert len({entry.prompt for entry in shipped}) == len(shipped)
     assert len({entry.id for entry in shipped}) == len(shipped)
