@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.environments.build import ENVIRONMENTS, cache_folder, environment_folder, is_complete
+from pipeline.environments.build import ENVIRONMENTS, environment_folder, is_complete
 from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
+from pipeline.files import cache_folder
 from pipeline.planning import plan_of
 from pipeline.results import Environment
 from pipeline.settings import Settings

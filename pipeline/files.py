@@ -16,6 +16,11 @@ from typing import Any
 from pipeline.errors import UserInputError
 
 
+def cache_folder() -> Path:
+    """The user's cache folder for this project: `$XDG_CACHE_HOME/quantgate`, else `~/.cache/quantgate`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"
+
+
 def write_text(path: str | Path, text: str) -> Path:
     """Write `text` atomically; parent folders are made."""
     target = Path(path)

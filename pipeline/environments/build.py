@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
-from pipeline.files import write_text
+from pipeline.files import cache_folder, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = Path(__file__).parent / "locks"
@@ -40,11 +40,6 @@ def lock_file(name: str) -> Path:
     if name not in ENVIRONMENTS:
         raise UserInputError(f"unknown environment {name!r}; there are {', '.join(ENVIRONMENTS)}")
     return LOCKS / f"{name}.txt"
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/quantgate`, by default `~/.cache/quantgate`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"
 
 
 def environment_folder(name: str) -> Path:

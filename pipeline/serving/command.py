@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import UserInputError
+from pipeline.files import cache_folder
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
 RESERVED = {
@@ -131,8 +132,3 @@ def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = Non
         # Automatic binding leaves nothing to run on where there are 2 cores.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return environment
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"

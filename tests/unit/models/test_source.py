@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
+from pipeline.files import cache_folder
 from pipeline.models import source as source_module
 from pipeline.models.prepare import prepare
 from pipeline.models.source import (
@@ -17,7 +18,6 @@ from pipeline.models.source import (
     LocalSource,
     ModelSource,
     PackageSource,
-    cache_folder,
     fetch_package,
 )
 from tests.support.tiny_models import LLAMA, write_model
