@@ -11,7 +11,6 @@ from pipeline.verdict.gates import (
     capacity_agreement_gate,
     capacity_gate,
     concurrency_observed_gate,
-    fitting_sequences,
     kernel_provenance_gate,
     load_completed_gate,
     quality_gate,
@@ -19,6 +18,7 @@ from pipeline.verdict.gates import (
 )
 from pipeline.verdict.policy import Policy, VariantIntent
 from tests.support import sample_results
+from tests.support.load_results import fill_test, probe, slo_search
 
 POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95)
 
@@ -70,11 +70,11 @@ def provenance(**changes: Any) -> Provenance:
     ],
 )
 def test_fitting_sequences_leave_room_for_the_null_block(blocks: int | None, expected: int | None) -> None:
-    assert fitting_sequences(capacity(blocks)) == expected
+    assert capacity(blocks).reported_fitting_sequences == expected
 
 
 def test_fitting_sequences_round_a_partial_block_up() -> None:
-    assert fitting_sequences(capacity(11, max_model_len=513)) == 2  # 5 blocks each, 10 usable
+    assert capacity(11, max_model_len=513).reported_fitting_sequences == 2  # 5 blocks each, 10 usable
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,30 @@ def test_concurrency_observed(
 ) -> None:
     gate = concurrency_observed_gate(measurement(levels, capacity=capacity(blocks)), POLICY)
     assert (gate.decision, gate.value) == (decision, value)
+
+
+@pytest.mark.parametrize(
+    ("peak", "blocks", "decision"),
+    [(24, 106, "GO"), (12, 54, "NO-GO"), (20, 106, "INCONCLUSIVE"), (None, 106, "INCONCLUSIVE")],
+)
+def test_the_fill_tests_full_length_sequences_decide_where_there_is_one(
+    peak: int | None, blocks: int, decision: str
+) -> None:
+    """40 short requests at a level prove nothing about 24 of full length."""
+    own = measurement([{"concurrency": 40, "peak_running": 40}], capacity=capacity(blocks))
+    own = own.model_copy(update={"fill": fill_test(offered=28, observed_peak_running=peak)})
+    gate = concurrency_observed_gate(own, POLICY)
+    assert (gate.decision, gate.value) == (decision, peak)
+
+
+def test_a_failure_in_a_probe_counts() -> None:
+    own = measurement([{}]).model_copy(
+        update={"searches": [slo_search(probe(load=8, requests=52, failed=2))]}
+    )
+    gate = load_completed_gate(own, POLICY)
+    assert gate.decision == "NO-GO" and gate.why == "2 of 100 requests failed: 2 in the probe closed-8"
+    fine = measurement([{}]).model_copy(update={"searches": [slo_search(probe(load=8, requests=52))]})
+    assert load_completed_gate(fine, POLICY).decision == "GO"
 
 
 BF16 = VariantIntent(weights="bf16", kv_cache_dtype="bfloat16")
