@@ -217,6 +217,10 @@ class LoadLevel(Record):
     tpot: Distribution
     itl: Distribution = Field(description="per chunk")
     itl_per_token: Distribution | None = None
+    itl_ecdf_ms: list[float | None] = Field(
+        default_factory=list,
+        description="ITL per chunk at shares 0, 0.05 … 1 of the sample, for the plot; null: never came",
+    )
     e2el: Distribution
     peak_running: int | None
     peak_waiting: int | None

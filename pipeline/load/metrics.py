@@ -173,6 +173,7 @@ def summarise(
         tpot=distribution([tpot_s(record) for record in measured]),
         itl=distribution([gap for record in measured for gap in itls_s(record)]),
         itl_per_token=distribution([gap for record in measured for gap in token_itls_s(record)]),
+        itl_ecdf_ms=ecdf_ms([gap for record in measured for gap in itls_s(record)]),
         e2el=distribution([e2el_s(record) for record in measured]),
         peak_running=peak(inside, "running"),
         peak_waiting=peak(inside, "waiting"),
@@ -278,6 +279,14 @@ def distribution(values_s: Sequence[float]) -> Distribution:
     return Distribution(
         n=n, mean_ms=_ms(float(ordered.mean())), max_ms=_ms(float(ordered[-1])), needs=needs, **found
     )
+
+
+def ecdf_ms(values_s: Sequence[float]) -> list[float | None]:
+    """The sample at 21 even shares from its least to its largest: a description of it, no claim about the server."""
+    if not values_s:
+        return []
+    ordered = sorted(values_s)
+    return [_ms(ordered[round(step / 20 * (len(ordered) - 1))]) for step in range(21)]
 
 
 def percentile(ordered: Sequence[float] | np.ndarray, share: float) -> float:
