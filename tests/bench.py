@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pipeline.capacity import Geometry
 from pipeline.capacity.plan import Card, plan_row
 from pipeline.quality.intervals import mcnemar_exact, paired_interval
+from tests.bench_load import driver_overhead, search_saving
 
 ROUNDS = 7
 POINTS = 100_000
@@ -38,6 +39,8 @@ def main() -> None:
     for index in range(POINTS):
         plan_row("v", "bf16", "fp8", SMOLLM2, 2**27, card, 128, 512 + index % 4096)
     print(f"{POINTS:,} plan points in {time.perf_counter() - started:.2f} s")
+    search_saving()
+    driver_overhead()
 
 
 def _row(name: str, baseline: Callable[[], object], ours: Callable[[], object]) -> None:

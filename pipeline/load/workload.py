@@ -154,9 +154,13 @@ class _Prompts:
         from tokenizers import Tokenizer
 
         self._vocabulary, self._seed = vocabulary, seed
-        tokenizer = Tokenizer.from_file(str(vocabulary.file))
+        lines = _read_prompts(Path(workload.file), workload.output_tokens)
+        try:
+            tokenizer = Tokenizer.from_file(str(vocabulary.file))
+        except Exception as error:  # the library raises nothing narrower
+            raise UserInputError(f"{vocabulary.file}: it can't tokenize text ({error})") from None
         self._requests = []
-        for where, text, outputs in _read_prompts(Path(workload.file), workload.output_tokens):
+        for where, text, outputs in lines:
             ids = tuple(tokenizer.encode(text).ids)
             if len(ids) + 1 + outputs > max_model_len:
                 raise UserInputError(
