@@ -192,7 +192,10 @@ class _Runner:
         enough: Callable[[], bool] = never,
     ) -> CellResult:
         """One cell, watched; raises where its records would not be a measurement."""
-        watch = Watch(cell, self.server, self.sampler, self.stall_timeout_s, see=see, enough=enough)
+        title = f"{self.server.served_name} {self._position(cell)}"
+        watch = Watch(
+            cell, self.server, self.sampler, self.stall_timeout_s, see=see, enough=enough, title=title
+        )
         target = Target(self.server.base_url, self.server.served_name)
         try:
             result = self.session.run(target, cell, watch)
@@ -210,6 +213,12 @@ class _Runner:
                 f"all {len(failed)} requests at {cell.name} failed: {failed[0].error}; details are in {result.raw_path}"
             )
         return result
+
+    def _position(self, cell: Cell) -> str:
+        """Which of the variant's cells it is; how many probes a search takes isn't known before its end."""
+        if cell.name.startswith("level-"):
+            return f"[{len(self.outcome.levels) + 1}/{len(self.plan.levels) * self.plan.repeats}] "
+        return f"[probe {len(self.outcome.probes) + 1}] " if cell.warmup else ""
 
     def _await_idle(self) -> None:
         """Wait until the server has let go of the requests that were given up; the next cell must not meet them."""

@@ -144,7 +144,7 @@ def test_levels_in_order_each_with_a_warm_up_that_does_not_drain(
     assert [level.preemptions for level in outcome.levels] == [6, 7]  # one per request: each cell got its own
     assert [level.client_cpu_share for level in outcome.levels] == [0.1, 0.1]
     assert {record.cell for record in outcome.records} == {"level-2", "level-3"}
-    assert "level-3: 7/7 requests" in capsys.readouterr().err
+    assert "demo [2/2] level-3: 7/7 requests" in capsys.readouterr().err
 
 
 def test_repeats_are_taken_in_turn_with_other_prompts(plan: LoadPlan) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserInputError
+from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.load.judge import boundary
+from pipeline.load.measure import LoadOutcome
+from pipeline.load.records import read_records
 from pipeline.settings import load_settings
-from pipeline.stages.measure import load_plan, search_plans, slo_of
+from pipeline.stages.measure import _keep_unfinished, load_plan, search_plans, slo_of
+from tests.support.load_records import record
+from tests.support.load_results import fill_test, probe
 from tests.unit.load.test_fill import capacity
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,3 +74,16 @@ def test_what_cannot_be_judged_or_sent_is_said_before_an_engine_starts(model: Pa
     team = load_settings(["load=team-prompts", "load.workload.file=nowhere.jsonl"], ROOT)
     with pytest.raises(UserInputError, match=r"nowhere\.jsonl: no such file"):
         load_plan(team, model, capacity())
+
+
+def test_what_was_finished_before_the_engine_died_is_kept_in_the_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = LoadOutcome(records=[record(0, 1.0, 0.1, 0.1)], probes=[probe(4)], fill=fill_test())
+    _keep_unfinished(tmp_path, "awq", outcome, EngineFailedError("the server of awq died: out of memory"))
+    kept = json.loads((tmp_path / "unfinished.json").read_text())
+    assert kept["cause"] == "the server of awq died: out of memory"
+    assert [item["load"] for item in kept["probes"]] == [4]
+    assert kept["fill"]["observed_peak_running"] == 8
+    assert read_records(tmp_path / "unfinished.requests.parquet") == outcome.records
+    assert "0 levels and 1 probes were finished" in capsys.readouterr().err
