@@ -141,7 +141,7 @@ def test_fill_test_agrees_with_the_planner(clone: Path, first_run: set[str]) -> 
         fill = load(clone / f"results/measure/{name}.json", Measurement).fill
         assert fill is not None
         assert fill.agrees, fill.note
-        assert (fill.observed_peak_waiting or 0) >= 1
+        assert (fill.waiting_at_peak or 0) >= 1
         assert (fill.observed_peak_kv_usage or 0) > 0.85
 
 
