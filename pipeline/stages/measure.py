@@ -141,14 +141,14 @@ def slo_of(settings: Settings) -> Slo:
 
 
 def search_plans(settings: Settings) -> tuple[tuple[SearchPlan, float], ...]:
-    """The profile's searches with their time budgets: closed loop first."""
+    """The profile's searches, each with the time from which on it starts no probe: closed loop first."""
     load, found = settings.load, []
     if given := load.search:
         axis = Axis(given.start, 1, given.maximum, whole=True, resolution=given.resolution)
-        found.append((SearchPlan("closed", axis, given.max_requests), given.budget_s))
+        found.append((SearchPlan("closed", axis, given.max_requests), given.until_s))
     if rates := load.open_loop:
         axis = Axis(rates.start_rps, rates.minimum_rps, rates.maximum_rps, False, rates.resolution)
-        found.append((SearchPlan("open", axis, rates.max_requests), rates.budget_s))
+        found.append((SearchPlan("open", axis, rates.max_requests), rates.until_s))
     return tuple(found)
 
 

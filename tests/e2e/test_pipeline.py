@@ -48,7 +48,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     conf = folder / "conf"
     reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 7}
-    reduced["search"] |= {"budget_s": 10, "maximum": 16}
+    reduced["search"] |= {"until_s": 60, "maximum": 16}
     (conf / "load/reduced.yaml").write_text(yaml.safe_dump(reduced))
     items = yaml.safe_load((conf / "evalset/team-demo.yaml").read_text()) | {"items": 40}
     (conf / "evalset/reduced.yaml").write_text(yaml.safe_dump(items))

@@ -40,10 +40,10 @@ def test_every_shipped_load_can_decide_its_profiles_slo(load: str) -> None:
     slo = slo_of(settings)
     plans = search_plans(settings)
     assert plans
-    for plan, budget_s in plans:
+    for plan, until_s in plans:
         line = boundary(slo.percentile, slo.confidence, plan.max_requests)
         assert 0 in line.pass_at
-        assert budget_s > 0
+        assert until_s > 0
 
 
 @pytest.fixture
