@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.capacity.kv import KvPool
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.wording import listing, mebibytes, sentence
 from pipeline.results import Capacity, Gate, VariantVerdict, Verdict
@@ -40,13 +39,8 @@ def headline(verdict: Verdict) -> str:
 
 
 def fitting_sequences(capacity: Capacity | None) -> int | None:
-    """Whole sequences that fit by the engine's own token count, its null block deducted; None if not reported."""
-    if capacity is None or capacity.reported_tokens is None:
-        return None
-    pool = KvPool(
-        capacity.reported_tokens // capacity.block_size, capacity.block_size, capacity.max_model_len
-    )
-    return pool.fitting_sequences
+    """Whole sequences that fit in the pool that the engine reported; None where there is none."""
+    return None if capacity is None else capacity.reported_fitting_sequences
 
 
 def required_sequences(verdict: Verdict) -> int | None:

@@ -72,17 +72,88 @@ class DeviceSettings(Strict):
         description="true: the memory figures are a chosen budget, not a card's; said everywhere"
     )
     memory_gib: float = Field(gt=0, description="GiB the engine can see (V)")
-    nominal_memory_gib: float = Field(gt=0, description="GiB on the label, for arithmetic done by hand")
     memory_utilization: float = Field(gt=0, le=1, description="share of it the engine may take (u)")
-    overhead_gib: float = Field(ge=0, description="GiB for activations, context and graphs (A + O)")
+    held_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="GiB that others hold: a desktop takes 1 to 2, a server without one none",
+    )
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
-    @property
-    def overhead_bytes(self) -> int:
-        return int(self.overhead_gib * GIB)
+    @model_validator(mode="after")
+    def _room(self) -> DeviceSettings:
+        if self.held_gib >= self.memory_gib:
+            raise ValueError(f"held_gib {self.held_gib} leaves nothing of memory_gib {self.memory_gib}")
+        return self
+
+
+class OverheadTerm(Strict):
+    """One memory term beside weights and KV, with the band it is believed to lie in."""
+
+    name: Literal["buffers", "activation", "non_torch", "cuda_graphs", "emulated"] = Field(
+        description="buffers: what loading adds to the checkpoint's bytes; the others as the engine's log names them"
+    )
+    engine_versions: str = Field(description="PEP 440 specifier of the engine versions it holds for")
+    gib: float = Field(ge=0, description="expected, GiB")
+    low_gib: float = Field(ge=0)
+    high_gib: float = Field(ge=0)
+    source: str = Field(min_length=1, description="where the figures are from")
+    runs: int = Field(
+        default=0, ge=0, description="own measured runs behind the figures; 0: published ones only"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OverheadTerm:
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+        if not self.low_gib <= self.gib <= self.high_gib:
+            raise ValueError(
+                f"{self.name}: low_gib {self.low_gib}, gib {self.gib} and high_gib {self.high_gib} must rise"
+            )
+        try:
+            SpecifierSet(self.engine_versions)
+        except InvalidSpecifier:
+            raise ValueError(
+                f"{self.name}: engine_versions {self.engine_versions!r} is no version specifier, e.g. '>=0.20'"
+            ) from None
+        return self
+
+    def holds_for(self, version: str) -> bool:
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(self.engine_versions).contains(version, prereleases=True)
+
+
+class OverheadSettings(Strict):
+    """A + O of one device, as a table by engine version."""
+
+    name: Name
+    device: Name = Field(description="the device that they are of")
+    terms: tuple[OverheadTerm, ...] = Field(min_length=1)
+
+    def for_version(self, version: str) -> tuple[OverheadTerm, ...]:
+        """The terms that hold for an engine version; a term given twice for it, or none at all, is a ValueError."""
+        found = tuple(term for term in self.terms if term.holds_for(version))
+        names = [term.name for term in found]
+        if not found or len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(
+                f"{'terms given twice for' if twice else 'no term for'} engine version {version}{': ' if twice else ''}{', '.join(twice)}"
+            )
+        return found
+
+
+class HandSettings(Strict):
+    """The capacity arithmetic as done by hand with round figures, shown beside the engine's."""
+
+    memory_gib: float = Field(gt=0)
+    memory_utilization: float = Field(gt=0, le=1)
+    overhead_gib: float = Field(ge=0, description="A + O in one figure")
+    weights_gib: dict[str, float] = Field(description="scheme -> GiB")
+    source: str = Field(min_length=1)
 
 
 class VariantSettings(Strict):
@@ -167,6 +238,12 @@ class ServerSettings(Strict):
     """How the engine is started: the same for all variants."""
 
     engine: Literal["vllm"]
+    engine_version: str = Field(
+        pattern=r"^\d+\.\d+(\.\d+)?$",
+        description="the locked one: chooses the memory overheads and how the log counts",
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="cards that share every layer")
+    pipeline_parallel: int = Field(default=1, ge=1, description="cards that share the layers out")
     dtype: Literal["bfloat16", "float16"] = Field(description="activations and unquantized weights")
     max_model_len: int = Field(ge=16, description="tokens per sequence, prompt and output")
     max_num_seqs: int = Field(
@@ -240,6 +317,7 @@ class Settings(Strict):
     control: Name | None = Field(description="the reference run again: the noise floor")
     model: ModelSettings
     device: DeviceSettings
+    overheads: OverheadSettings
     server: ServerSettings
     load: LoadSettings
     evalset: EvalsetSettings
@@ -247,6 +325,9 @@ class Settings(Strict):
     policy: PolicySettings
     variants: dict[str, VariantSettings] = Field(min_length=1)
     quantizers: dict[str, QuantizerSettings]
+    hand_calculation: HandSettings | None = Field(
+        default=None, description="null: there is none to compare with"
+    )
     choices: dict[str, str] = Field(description="conf group -> selected option")
 
     @model_validator(mode="after")
@@ -262,6 +343,11 @@ class Settings(Strict):
                 raise ValueError(
                     f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}"
                 )
+        if self.overheads.device != self.device.name:
+            raise ValueError(
+                f"overheads {self.overheads.name!r} are of the device {self.overheads.device!r}, but the device is {self.device.name!r}"
+            )
+        self.overheads.for_version(self.server.engine_version)
         longest = self.load.input_tokens + self.load.output_tokens
         if longest > self.server.max_model_len:
             raise ValueError(

@@ -10,11 +10,12 @@ from pipeline.load.driver import make_driver
 from pipeline.load.measure import run_load
 from pipeline.load.records import write_records
 from pipeline.load.workload import Workload
+from pipeline.planning.reconciliation import reconciled
 from pipeline.results import Capacity, EngineFacts, LoadLevel, Measurement, save
 from pipeline.serving.provenance import provenance
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
-from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
+from pipeline.serving.signals import parse_log, parse_metrics
 from pipeline.settings import Settings
 from pipeline.stages.context import (
     LOGS,
@@ -39,10 +40,13 @@ def run(settings: Settings, name: str) -> None:
     workload = Workload(**load.model_dump(exclude={"driver"}))
     spec = serve_spec(settings, variant, row)
     with serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server:
-        tokens, sequences = reported_capacity(
-            parse_log(server.log_text()), parse_metrics(server.metrics_text())
+        capacity, terms = reconciled(
+            settings, row, parse_log(server.log_text()), parse_metrics(server.metrics_text())
         )
-        print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
+        print(
+            f"{name}: ready in {server.startup_s:.0f} s, {capacity.reported_tokens:,} KV tokens",
+            file=sys.stderr,
+        )
         with MetricsSampler(server.base_url) as sampler:
             levels, records = run_load(
                 workload,
@@ -60,14 +64,16 @@ def run(settings: Settings, name: str) -> None:
     write_records(requests_file, records)
     sampler.write(timeline_file)
     source = provenance(server, signals, machine)
-    save(folder / f"{name}.engine.json", EngineFacts.of(source, tokens))
+    save(folder / f"{name}.engine.json", EngineFacts.of(source, capacity.reported_tokens))
     save(
         folder / f"{name}.json",
         Measurement(
             variant=name,
             profile=settings.profile,
             weights=variant.weights,
-            capacity=_capacity(row.capacity, tokens, sequences, levels),
+            weight_bytes=row.weight_bytes,
+            capacity=_observed(capacity, levels),
+            reconciliation=terms,
             levels=levels,
             requests_file=str(requests_file),
             timeline_file=str(timeline_file),
@@ -78,8 +84,8 @@ def run(settings: Settings, name: str) -> None:
     )
 
 
-def _capacity(predicted: Capacity, tokens: int, sequences: float, levels: list[LoadLevel]) -> Capacity:
-    """The planner's record completed with what the engine reported and what the load showed."""
+def _observed(capacity: Capacity, levels: list[LoadLevel]) -> Capacity:
+    """The capacity record completed with what the load showed."""
     peaks = [level.peak_running for level in levels if level.peak_running is not None]
     peak = max(peaks, default=None)
     offered = max(level.concurrency for level in levels)
@@ -88,19 +94,7 @@ def _capacity(predicted: Capacity, tokens: int, sequences: float, levels: list[L
         note = "the server's metrics couldn't be read under load"
     elif peak >= offered:
         note = f"the load offered {offered} at once and all of them ran, so the pool's limit wasn't reached"
-    if predicted.predicted_tokens != tokens:
-        print(
-            f"warning: predicted {predicted.predicted_tokens} KV tokens, the engine reports {tokens}",
-            file=sys.stderr,
-        )
-    return predicted.model_copy(
-        update={
-            "reported_tokens": tokens,
-            "reported_sequences": sequences,
-            "observed_peak_running": peak,
-            "observed_peak_running_note": note,
-        }
-    )
+    return capacity.model_copy(update={"observed_peak_running": peak, "observed_peak_running_note": note})
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ includes evidence that contradicts itself or isn't there; GO is never given for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.quality.statistics import items_to_exclude_margin, non_inferiority
-from pipeline.results import Capacity, Decision, Gate, Measurement, Provenance, QualityDelta
+from pipeline.results import Decision, Gate, Measurement, Provenance, QualityDelta
 from pipeline.verdict.policy import Policy, VariantIntent
 from pipeline.verdict.rule import Rule
 
@@ -22,25 +21,13 @@ CONTROL_ALARM_P = 0.01
 UNMEASURED = "the load was not measured"
 
 
-def fitting_sequences(capacity: Capacity) -> int | None:
-    """Whole sequences of max_model_len that fit in the reported pool, None if the engine reported none.
-
-    floor((blocks − 1) / blocks per sequence): one block is the engine's null block, which its own log counts as usable
-    (seen with vLLM 0.32: 28 blocks, log "7.00x" at 4 blocks each, and the seventh sequence was preempted).
-    """
-    if capacity.reported_tokens is None:
-        return None
-    blocks = capacity.reported_tokens // capacity.block_size
-    return max(0, blocks - 1) // math.ceil(capacity.max_model_len / capacity.block_size)
-
-
 def capacity_gate(measurement: Measurement | None, policy: Policy) -> Gate:
     """Do the required sequences fit at full length, by the engine's own block count?"""
     required = policy.required_sequences
     rule = Rule("capacity", required, "sequences")
     if measurement is None:
         return rule.cannot_run(UNMEASURED)
-    fitting = fitting_sequences(measurement.capacity)
+    fitting = measurement.capacity.reported_fitting_sequences
     if fitting is None:
         return rule.cannot_run("the engine's pool size is not known")
     found = f"{fitting} whole sequences of {measurement.capacity.max_model_len} tokens fit beside the engine's null block"
@@ -50,7 +37,7 @@ def capacity_gate(measurement: Measurement | None, policy: Policy) -> Gate:
 
 
 def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
-    """Did the arithmetic predict the engine's pool to the token?
+    """Did the arithmetic predict the engine's pool: to the token where nothing has a band, else within it?
 
     A disagreement is INCONCLUSIVE, not NO-GO: one of the two numbers is wrong, and until it is known which, neither the
     plan nor the capacity gate can be believed.
@@ -64,6 +51,11 @@ def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
     difference = reported - predicted
     if difference == 0:
         return rule.says("GO", 0, f"the engine reports the {reported} tokens that were predicted")
+    low, high = measurement.capacity.predicted_tokens_band or (predicted, predicted)
+    if low <= reported <= high:
+        return rule.says(
+            "GO", difference, f"the engine reports {reported} tokens, within the planned {low} to {high}"
+        )
     blocks = difference / measurement.capacity.block_size
     why = (
         f"the engine reports {reported} tokens where {predicted} were predicted ({blocks:+g} blocks): "
@@ -117,7 +109,7 @@ def concurrency_observed_gate(measurement: Measurement | None, policy: Policy) -
     peak, most = max(peaks), max(level.concurrency for level in asked)
     if peak >= required:
         return rule.says("GO", peak, f"{peak} requests ran at once, {required} are required")
-    fitting = fitting_sequences(measurement.capacity)
+    fitting = measurement.capacity.reported_fitting_sequences
     found = f"only {peak} requests ran at once with {most} asked for"
     if fitting is not None and fitting < required:
         return rule.says("NO-GO", peak, f"{found}: the pool is the limit, as its capacity says")

@@ -131,6 +131,7 @@ def capacity(name: str, measured: bool = True) -> Capacity:
         predicted_fitting_sequences=fitting,
         reported_tokens=tokens if measured else None,
         reported_sequences=round(tokens / MAX_MODEL_LEN, 2) if measured else None,
+        reported_fitting_sequences=fitting if measured else None,
         observed_peak_running=min(fitting, max(LEVELS)) if measured else None,
         observed_peak_running_note=None if measured else "the engine was not started",
     )

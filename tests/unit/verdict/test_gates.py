@@ -11,7 +11,6 @@ from pipeline.verdict.gates import (
     capacity_agreement_gate,
     capacity_gate,
     concurrency_observed_gate,
-    fitting_sequences,
     kernel_provenance_gate,
     load_completed_gate,
     quality_gate,
@@ -36,6 +35,7 @@ def capacity(blocks: int | None = 106, **changes: Any) -> Capacity:
         "predicted_fitting_sequences": None,
         "reported_tokens": tokens,
         "reported_sequences": None,
+        "reported_fitting_sequences": None if blocks is None else max(0, blocks - 1) // 4,
         "observed_peak_running": None,
     }
     return Capacity(**(values | changes))
@@ -57,24 +57,6 @@ def level(**changes: Any) -> LoadLevel:
 
 def provenance(**changes: Any) -> Provenance:
     return sample_results.measurement("bf16").provenance.model_copy(update=changes)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        (28, 6),  # measured with vLLM 0.32 on a CPU: log says 7.00x, the seventh was preempted
-        (29, 7),
-        (1, 0),
-        (0, 0),
-        (None, None),
-    ],
-)
-def test_fitting_sequences_leave_room_for_the_null_block(blocks: int | None, expected: int | None) -> None:
-    assert fitting_sequences(capacity(blocks)) == expected
-
-
-def test_fitting_sequences_round_a_partial_block_up() -> None:
-    assert fitting_sequences(capacity(11, max_model_len=513)) == 2  # 5 blocks each, 10 usable
 
 
 @pytest.mark.parametrize(
