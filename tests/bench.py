@@ -1,7 +1,8 @@
 """`make bench`: performance figures as ratios measured side by side in one run.
 
-Two questions so far. Is the paired comparison fast enough to be simulated thousands of times, next to SciPy's own McNemar-type
-test on the same data? And does answering `quantgate plan` cost more than starting the interpreter with its configuration?
+Three questions so far. Is the paired comparison fast enough to be simulated thousands of times, next to SciPy's own McNemar-type
+test on the same data? And does answering `quantgate plan` cost more than starting the interpreter with its configuration? And what do other planners
+say of the same five cases, beside the engine itself?
 Runs alternate, and the medians' ratio is printed: on a shared machine only that means something.
 """
 
@@ -14,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from pipeline.capacity import Geometry
-from pipeline.capacity.plan import Card, plan_row
+from pipeline.capacity import Card, EngineRules, Geometry, Term, plan_row
 from pipeline.quality.intervals import mcnemar_exact, paired_interval
+from tests import bench_peers
+from tests.support import geometries
 
 ROUNDS = 7
 POINTS = 100_000
-SMOLLM2 = Geometry("LlamaForCausalLM", 30, 576, 9, 3, 64, 1536, 49152, True, 8192)
+SMOLLM2 = Geometry.from_config(geometries.SMOLLM2)
 
 
 def main() -> None:
@@ -34,10 +36,12 @@ def main() -> None:
         lambda: paired_interval(differences, clusters, 0.95),
     )
     started = time.perf_counter()
-    card = Card(2**29, 0.9, 2**26)
+    card = Card(2**29, 0.9, (Term("overhead", 2**26, 2**25, 2**27),))
+    rules = EngineRules(block_size=128)
     for index in range(POINTS):
-        plan_row("v", "bf16", "fp8", SMOLLM2, 2**27, card, 128, 512 + index % 4096)
-    print(f"{POINTS:,} plan points in {time.perf_counter() - started:.2f} s")
+        plan_row("v", "bf16", "fp8", SMOLLM2, (2**27,), card, rules, 512 + index % 4096)
+    print(f"{POINTS:,} plan points in {time.perf_counter() - started:.2f} s\n")
+    bench_peers.main()
 
 
 def _row(name: str, baseline: Callable[[], object], ours: Callable[[], object]) -> None:

@@ -211,9 +211,6 @@ def _deepseek(config: Reader) -> Geometry:
     return _geometry(config, [Layer(mixer, dense if i < first else experts, norms) for i in range(layers)])
 
 
-STATE_BYTES = {None: 2, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def _qwen3_next(config: Reader) -> Geometry:
     """Three gated delta networks to one gated attention; experts everywhere (transformers models/qwen3_next)."""
     if config.get("mlp_only_layers") or config.size("decoder_sparse_step", 1) != 1:

@@ -103,7 +103,6 @@ class Recurrent:
     groups: int | None = None
     """Mamba-2's n_groups, with `group_channels` convolution channels each: grown to a multiple of the ranks."""
     group_channels: int = 0
-    state_bytes_per_element: int = 2
 
     def linears(self, hidden: int) -> Iterator[Linear]:
         for name, shape in self.modules:
@@ -113,14 +112,14 @@ class Recurrent:
     def other_elements(self) -> int:
         return self.conv_channels * self.conv_kernel + self.plain_elements
 
-    def state_bytes(self, tensor_parallel: int, element_bytes: int) -> int:
+    def state_bytes(self, tensor_parallel: int, conv_element_bytes: int, state_element_bytes: int) -> int:
         """Bytes per sequence, layer and rank."""
         channels = self.conv_channels
         if self.groups is not None and self.groups % tensor_parallel:
             channels += (tensor_parallel - self.groups) * self.group_channels
-        convolution = channels // tensor_parallel * (self.conv_kernel - 1) * element_bytes
+        convolution = channels // tensor_parallel * (self.conv_kernel - 1) * conv_element_bytes
         heads = self.state_heads // tensor_parallel
-        return convolution + heads * self.state_per_head * self.state_bytes_per_element
+        return convolution + heads * self.state_per_head * state_element_bytes
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class EngineRules:
     max_num_batched_tokens: int = 2048
     concurrent_batches: int = 2
     """Scheduler steps in flight: 2 with asynchronous scheduling (CUDA's default), 1 on a CPU."""
+    state_element_bytes: int = 2
+    """Of recurrent states: the model's own dtype, FP32 on a CPU with AVX512-BF16 (platforms/cpu.py)."""
     prefix_caching: bool = False
     """With it a recurrent layer holds two states per sequence instead of one."""
     tokens_by_blocks: bool = False
@@ -206,7 +208,7 @@ def _aligned(
     _align_heterogeneous_kv_block_size).
     """
     states = [
-        layer.mixer.state_bytes(tensor_parallel, 2)
+        layer.mixer.state_bytes(tensor_parallel, 2, rules.state_element_bytes)
         for layer in geometry.layers
         if isinstance(layer.mixer, Recurrent)
     ]

@@ -61,6 +61,7 @@ def rules_of(settings: Settings) -> EngineRules:
         kernel_block=32 if on_cpu else 16,
         max_num_batched_tokens=server.max_num_batched_tokens or default,
         concurrent_batches=1 if on_cpu else 1 + server.pipeline_parallel,
+        state_element_bytes=4 if on_cpu else 2,
         tokens_by_blocks=tuple(map(int, server.engine_version.split(".")[:2])) < TOKENS_BY_BLOCKS_BEFORE,
     )
 
