@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pipeline.capacity import Card, EngineRules, Geometry, Term, plan_row
 from pipeline.quality.intervals import mcnemar_exact, paired_interval
 from tests import bench_peers
+from tests.bench_load import driver_overhead, search_saving
 from tests.support import geometries
 
 ROUNDS = 7
@@ -41,6 +42,8 @@ def main() -> None:
     for index in range(POINTS):
         plan_row("v", "bf16", "fp8", SMOLLM2, (2**27,), card, rules, 512 + index % 4096)
     print(f"{POINTS:,} plan points in {time.perf_counter() - started:.2f} s\n")
+    search_saving()
+    driver_overhead()
     bench_peers.main()
 
 

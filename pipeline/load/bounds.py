@@ -8,6 +8,7 @@ sample doesn't decide.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from pipeline.errors import UserInputError
@@ -34,6 +35,7 @@ def latency_bound(n: int, over: int, percentile: float, confidence: float = 0.99
     return "undecided"
 
 
+@lru_cache(maxsize=256)
 def requests_needed(percentile: float, over: int = 0, confidence: float = 0.99) -> int:
     """The fewest requests with which `over` over-limit ones still pass: the sample a percentile needs to be claimed."""
     _check(percentile, confidence)

@@ -1,115 +1,245 @@
-"""All levels of one variant against one running server: levels and records out, progress on stderr meanwhile."""
+"""All cells of one variant against one running server: what fits, what load costs, how many streams meet the SLO.
+
+The three are asked apart and never mixed: the fill test's requests tell nothing of latency, the levels' cells run to
+their end whatever they show, and the searches' probes stop as soon as they are decided.
+"""
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pipeline.errors import EngineFailedError
-from pipeline.load.driver import Cell, CellResult, LoadDriver, LoadSession, Target
-from pipeline.load.metrics import TimelineRow, summarise, window
+from pipeline.load.bounds import Bound
+from pipeline.load.driver import Cell, CellResult, LoadSession, Request, Target
+from pipeline.load.fill import FILL_CELL, FillPlan, fill_result
+from pipeline.load.metrics import hit_rate, summarise, window
 from pipeline.load.records import RequestRecord
-from pipeline.load.workload import WARMUP_LEVEL, PromptPool, Workload
-from pipeline.results import LoadLevel
+from pipeline.load.search import search
+from pipeline.load.slo import SearchPlan, Slo, arrivals, make_judge, probe_result, search_result
+from pipeline.load.watch import STALL_TIMEOUT_S, LoadedServer, Sampler, Watch, never
+from pipeline.load.workload import Source
+from pipeline.results import Capacity, FillTest, LoadLevel, Probe, SloSearch
 
-CHECK_INTERVAL_S = 5.0
 SAMPLE_WAIT_S = 10.0
+IDLE_WAIT_S = 60.0
 MAX_PREFIX_HIT_RATE = 0.01
-PROGRESS_INTERVAL_S = 10.0
-STALL_TIMEOUT_S = 300.0
-
-
-class LoadedServer(Protocol):
-    """What the load needs of a server; `pipeline.serving.server.Server` is one."""
-
-    base_url: str
-    served_name: str
-
-    def check(self) -> None: ...
-
-
-class Sampler(Protocol):
-    """What the load needs of the metrics sampler; `pipeline.serving.sampler.MetricsSampler` is one."""
-
-    @property
-    def timeline(self) -> Sequence[TimelineRow]: ...
-
-
-def run_load(
-    workload: Workload,
-    driver: LoadDriver,
-    server: LoadedServer,
-    sampler: Sampler,
-    model_dir: str | Path,
-    folder: str | Path,
-    *,
-    stall_timeout_s: float = STALL_TIMEOUT_S,
-) -> tuple[list[LoadLevel], list[RequestRecord]]:
-    """Run the warm-up and every level in turn; the figures per level and all their records.
-
-    `folder` takes the driver's log and raw results, a cell at a time, and keeps those of the finished ones when the engine
-    dies. `EngineFailedError`: the engine died (with its cause) or made no token for `stall_timeout_s`, every request of a
-    level failed, token counts don't agree, or prompts were answered from the prefix cache.
-    """
-    pool = PromptPool(model_dir)
-    levels: list[LoadLevel] = []
-    records: list[RequestRecord] = []
-    with driver.session(Path(folder)) as session:
-        runner = _CellRunner(session, server, sampler, stall_timeout_s)
-        if workload.warmup_requests:
-            runner.run(_cell(workload, pool, WARMUP_LEVEL, workload.warmup_requests))
-        _await_sample(sampler, time.monotonic())  # the counters' starting point
-        for level in workload.levels:
-            result = runner.run(_cell(workload, pool, level, workload.requests_at(level)))
-            # The next cell starts after this sample, so that what the counters grew by belongs to one cell only.
-            _await_sample(sampler, window(result.records)[1])
-            figures = summarise(result.records, list(sampler.timeline), level)
-            _require_distinct_prompts(figures)
-            levels.append(figures)
-            records.extend(result.records)
-    return levels, records
-
-
-def _cell(workload: Workload, pool: PromptPool, level: int, count: int) -> Cell:
-    warmup = level == WARMUP_LEVEL
-    return Cell(
-        name="warmup" if warmup else f"level-{level}",
-        concurrency=count if warmup else level,
-        prompts=pool.prompts(workload, level, count),
-        output_tokens=workload.output_tokens,
-    )
+STAGGER_S = 0.005
 
 
 @dataclass(frozen=True)
-class _CellRunner:
+class LoadPlan:
+    """Everything that is run on one variant."""
+
+    source: Source
+    levels: tuple[int, ...]
+    requests_per_stream: float
+    min_requests: int
+    repeats: int
+    warmup_requests: int
+    slo: Slo
+    fill: FillPlan | None
+    fill_source: Source | None
+    """Requests of the fill test's lengths."""
+    searches: tuple[tuple[SearchPlan, float], ...]
+    """Each with the seconds after which it starts no further probe."""
+    capacity: Capacity
+    """As planned."""
+    reported_tokens: int
+    seed: int
+
+    def measured_requests(self, level: int) -> int:
+        """Requests of one level after its warm-up; never fewer than the level, which would not hold its concurrency."""
+        return max(level, self.min_requests, math.ceil(round(self.requests_per_stream * level, 9)))
+
+
+@dataclass
+class LoadOutcome:
+    """What has been measured so far: filled cell by cell, so that what is finished is there when the engine dies."""
+
+    levels: list[LoadLevel] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
+    fill: FillTest | None = None
+    searches: list[SloSearch] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+    """Of all searches, the unfinished one included."""
+
+
+def run_load(
+    plan: LoadPlan,
+    session: LoadSession,
+    server: LoadedServer,
+    sampler: Sampler,
+    outcome: LoadOutcome,
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+) -> None:
+    """Run everything in `plan`, taking each finished cell into `outcome`.
+
+    `EngineFailedError`: the engine died (with its cause) or made no token for `stall_timeout_s`, every request of a cell
+    failed, token counts don't agree, or prompts were answered from the prefix cache.
+    """
+    runner = _Runner(session, server, sampler, stall_timeout_s, plan, outcome)
+    runner.warm_up()
+    runner.fill()
+    for repeat in range(1, plan.repeats + 1):
+        for level in plan.levels:
+            runner.level(level, repeat)
+    for search_plan, budget_s in plan.searches:
+        runner.search(search_plan, budget_s)
+
+
+@dataclass(frozen=True)
+class _Runner:
     session: LoadSession
     server: LoadedServer
     sampler: Sampler
     stall_timeout_s: float
+    plan: LoadPlan
+    outcome: LoadOutcome
 
-    def run(self, cell: Cell) -> CellResult:
+    def warm_up(self) -> None:
+        """The engine's first requests of any size, whose records nobody sees."""
+        count = self.plan.warmup_requests
+        if count:
+            self._run(Cell("warmup", self.plan.source.requests("warmup", count), concurrency=count))
+        _await_sample(self.sampler, time.monotonic())  # the counters' starting point
+
+    def fill(self) -> None:
+        """Until the first request ends: then the pool has been as full as it gets (see `fill.py`)."""
+        given = self.plan.fill
+        if given is None or self.plan.fill_source is None:
+            return
+        requests = self.plan.fill_source.requests(FILL_CELL, given.offered)
+        cell = Cell(FILL_CELL, requests, concurrency=given.offered, stagger_s=STAGGER_S)
+        ended: list[RequestRecord] = []
+        result = self._measured(cell, see=ended.append, enough=lambda: bool(ended))
+        self.outcome.fill = fill_result(
+            given, self.plan.capacity, self.plan.reported_tokens, result.records, list(self.sampler.timeline)
+        )
+
+    def level(self, level: int, repeat: int) -> None:
+        """One cell of fixed size. The warm-up is one request per stream, and runs into the measured ones."""
+        name = f"level-{level}" if self.plan.repeats == 1 else f"level-{level}-repeat-{repeat}"
+        requests = self.plan.source.requests(name, level + self.plan.measured_requests(level))
+        result = self._measured(self._closed(name, requests, level))
+        self.outcome.levels.append(
+            summarise(
+                result.records,
+                list(self.sampler.timeline),
+                self.plan.slo.limits,
+                repeat=repeat,
+                client_cpu_share=result.client_cpu_share,
+            )
+        )
+
+    def search(self, plan: SearchPlan, budget_s: float) -> None:
+        """One search; its probes are cells that stop once they are decided."""
+        started = time.monotonic()
+        probes: list[Probe] = []
+
+        def probe(load: float) -> Bound:
+            probes.append(self._probe(plan, load))
+            self.outcome.probes.append(probes[-1])
+            return probes[-1].decision
+
+        found = search(plan.axis, probe, may_go_on=lambda: time.monotonic() - started < budget_s)
+        self.outcome.searches.append(
+            search_result(plan, self.plan.slo, found, probes, time.monotonic() - started)
+        )
+
+    def _probe(self, plan: SearchPlan, load: float) -> Probe:
+        slo = self.plan.slo
+        name = f"{plan.mode}-{load:.6g}"
+        requests = self.plan.source.requests(name, plan.requests(load, slo))
+        warmup = plan.warmup(load, slo)
+        if plan.mode == "closed":
+            cell = self._closed(name, requests, round(load))
+        else:
+            times = arrivals(load, len(requests), f"{self.plan.seed}/{name}")
+            cell = Cell(name, requests, warmup=warmup, arrivals_s=times)
+        judge = make_judge(slo, plan, load)
+        result = self._measured(cell, see=judge.see, enough=lambda: judge.judgement().decision != "undecided")
+        return probe_result(result.records, load, slo, plan, result.client_cpu_share)
+
+    def _closed(self, name: str, requests: tuple[Request, ...], level: int) -> Cell:
+        return Cell(name, requests, concurrency=level, warmup=level, stagger_s=STAGGER_S)
+
+    def _measured(
+        self,
+        cell: Cell,
+        *,
+        see: Callable[[RequestRecord], None] | None = None,
+        enough: Callable[[], bool] = never,
+    ) -> CellResult:
+        """A cell whose records are kept, and after which the server is idle and sampled once more."""
+        result = self._run(cell, see=see, enough=enough)
+        self.outcome.records.extend(result.records)
+        if any(record.stopped for record in result.records):
+            self._await_idle()
+        # The next cell starts after this sample, so that what the counters grew by belongs to one cell only.
+        _await_sample(self.sampler, window(result.records)[1])
+        self._require_distinct_prompts(cell, result.records)
+        return result
+
+    def _run(
+        self,
+        cell: Cell,
+        *,
+        see: Callable[[RequestRecord], None] | None = None,
+        enough: Callable[[], bool] = never,
+    ) -> CellResult:
         """One cell, watched; raises where its records would not be a measurement."""
-        watch = _Watch(cell, self.server, self.sampler, self.stall_timeout_s)
+        title = f"{self.server.served_name} {self._position(cell)}"
+        watch = Watch(
+            cell, self.server, self.sampler, self.stall_timeout_s, see=see, enough=enough, title=title
+        )
         target = Target(self.server.base_url, self.server.served_name)
         try:
             result = self.session.run(target, cell, watch)
         except EngineFailedError:
+            self.outcome.records.extend(watch.records)
             self.server.check()  # a dead engine is the better explanation of whatever the driver saw
             raise
         finally:
             watch.finish()
-        failed = [record for record in result.records if not record.completed]
+        failed = [record for record in result.records if record.failed]
         if failed:
             self.server.check()
-        if len(failed) == len(result.records):
+        if failed and len(failed) == sum(not record.stopped for record in result.records):
             raise EngineFailedError(
                 f"all {len(failed)} requests at {cell.name} failed: {failed[0].error}; details are in {result.raw_path}"
             )
         return result
+
+    def _position(self, cell: Cell) -> str:
+        """Which of the variant's cells it is; how many probes a search takes isn't known before its end."""
+        if cell.name.startswith("level-"):
+            return f"[{len(self.outcome.levels) + 1}/{len(self.plan.levels) * self.plan.repeats}] "
+        return f"[probe {len(self.outcome.probes) + 1}] " if cell.warmup else ""
+
+    def _await_idle(self) -> None:
+        """Wait until the server has let go of the requests that were given up; the next cell must not meet them."""
+        asked = time.monotonic()
+        deadline = asked + IDLE_WAIT_S
+        while time.monotonic() < deadline:
+            row = self.sampler.timeline[-1] if self.sampler.timeline else None
+            if row is not None and row["t_s"] > asked and not row.get("running") and not row.get("waiting"):
+                return
+            time.sleep(0.05)
+        self.server.check()
+
+    def _require_distinct_prompts(self, cell: Cell, records: Sequence[RequestRecord]) -> None:
+        if self.plan.source.about_prefixes and cell.name != FILL_CELL:
+            return
+        rate = hit_rate(list(self.sampler.timeline), *window(records))
+        if rate is not None and rate > MAX_PREFIX_HIT_RATE:
+            raise EngineFailedError(
+                f"{rate:.1%} of the prompt tokens of {cell.name} came from the prefix cache "
+                f"(at most {MAX_PREFIX_HIT_RATE:.0%}); the load's prompts are distinct, so its speed can't be trusted"
+            )
 
 
 def _await_sample(sampler: Sampler, after_s: float) -> None:
@@ -119,86 +249,3 @@ def _await_sample(sampler: Sampler, after_s: float) -> None:
         if sampler.timeline and sampler.timeline[-1]["t_s"] >= after_s:
             return
         time.sleep(0.05)
-
-
-def _require_distinct_prompts(level: LoadLevel) -> None:
-    rate = level.prefix_cache_hit_rate
-    if rate is not None and rate > MAX_PREFIX_HIT_RATE:
-        raise EngineFailedError(
-            f"{rate:.1%} of the prompt tokens at concurrency {level.concurrency} came from the prefix cache "
-            f"(at most {MAX_PREFIX_HIT_RATE:.0%}); the load's prompts are distinct, so its speed can't be trusted"
-        )
-
-
-class _Watch:
-    """Called about once a second while a cell runs: looks after the engine and shows progress."""
-
-    def __init__(self, cell: Cell, server: LoadedServer, sampler: Sampler, stall_timeout_s: float) -> None:
-        self._cell = cell
-        self._server = server
-        self._sampler = sampler
-        self._stall_timeout_s = stall_timeout_s
-        self._started = self._checked = self._moved = time.monotonic()
-        self._failed = 0
-        self._sign: tuple[int, float] = (0, 0.0)
-        self._progress = _Progress(cell)
-
-    def __call__(self, ended: int, failed: int) -> None:
-        now = time.monotonic()
-        row = self._sampler.timeline[-1] if self._sampler.timeline else {}
-        sign = (ended, row.get("generation_tokens_total") or 0.0)
-        if sign != self._sign:
-            self._sign, self._moved = sign, now
-        if failed > self._failed or now - self._checked >= CHECK_INTERVAL_S:
-            self._failed, self._checked = failed, now
-            self._server.check()
-        if now - self._moved >= self._stall_timeout_s:
-            raise EngineFailedError(
-                f"the server made no token for {self._stall_timeout_s:.0f} s at {self._cell.name}, "
-                f"{ended} of {len(self._cell.prompts)} requests done"
-            )
-        self._progress.show(ended, failed, row)
-
-    def finish(self) -> None:
-        self._progress.end()
-
-
-class _Progress:
-    """One line of progress: rewritten in place on a terminal, else a new one every ten seconds."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-        self._started = self._shown = time.monotonic()
-        self._interactive = sys.stderr.isatty()
-        self._line = ""
-
-    def show(self, ended: int, failed: int, row: TimelineRow) -> None:
-        now = time.monotonic()
-        parts = [
-            f"{self._cell.name}: {ended}/{len(self._cell.prompts)} requests",
-            f"{now - self._started:.0f} s",
-        ]
-        if failed:
-            parts.append(f"{failed} failed")
-        parts += [
-            f"{name} {row[key]:.0f}"
-            for name, key in (("running", "running"), ("waiting", "waiting"))
-            if _has(row, key)
-        ]
-        if _has(row, "kv_usage"):
-            parts.append(f"KV {row['kv_usage']:.0%}")
-        self._line = ", ".join(parts)
-        if self._interactive:
-            print(f"\r\033[K{self._line}", end="", file=sys.stderr, flush=True)
-        elif now - self._shown >= PROGRESS_INTERVAL_S:
-            self._shown = now
-            print(self._line, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Close the line, if there is one."""
-        if self._line:
-            print(f"\r\033[K{self._line}" if self._interactive else self._line, file=sys.stderr, flush=True)
-
-
-def _has(row: TimelineRow, key: str) -> bool:
-    return row.get(key) is not None

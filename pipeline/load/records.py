@@ -7,41 +7,74 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import UserInputError
 
-FORMAT = "quantgate-requests-1"
+FORMAT = "quantgate-requests-2"
+
+Outcome = Literal["completed", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """What one request did. Times in seconds; `start_s` is CLOCK_MONOTONIC, the clock of the metrics timeline."""
+    """What one request did. Times in seconds; absolute ones are CLOCK_MONOTONIC, the clock of the metrics timeline."""
 
-    level: int
-    """Concurrency of the cell."""
+    cell: str
+    """Name of the cell, unique within a variant's run."""
+    level: int | None
+    """Concurrency of the cell; None in an open loop, where the server decides it."""
     index: int
-    """Position in the cell; the same index is the same prompt in every variant."""
+    """Position in the cell, in the order of sending; the same index is the same prompt in every variant."""
+    warmup: bool
+    """Sent only to bring the cell to its load: kept, and left out of every latency figure."""
+    scheduled_s: float | None
+    """When an open loop meant to send it; None in a closed loop."""
     start_s: float
     """When the request was sent, after any wait for a free stream of the client."""
     ttft_s: float | None
-    """Start to first streamed chunk; None when none came."""
+    """Send to the first chunk that carries a token; None when none came."""
     itls_s: tuple[float, ...]
-    """Gaps between successive chunks. A chunk usually carries one token; under load the server may join several."""
+    """Gaps between successive chunks that carry tokens. Under load the server may join several tokens in one."""
+    chunk_tokens: tuple[int, ...]
+    """Tokens in each of those chunks, the first included, as the server counted them; empty where it didn't say."""
     latency_s: float | None
-    """Start to last chunk; for a failed request start to failure."""
+    """Send to last chunk; for a failed or stopped request send to its end."""
     input_tokens: int | None
-    """As the server counted them; None for a failed request."""
+    """As the server counted them; None unless it completed."""
     output_tokens: int | None
-    """As the server counted them; None for a failed request."""
+    """As the server counted them; None unless it completed."""
     requested_output_tokens: int
     """What was asked for: the gaps of a failed request that never came are known from it."""
     error: str | None
-    """Why it failed, one line; None when it completed."""
+    """Why it failed, one line; None when it didn't."""
+    stopped: bool = False
+    """Ended by us, because its cell was decided: no failure of the server's, and no latency either."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Every request is exactly one of the three."""
+        if self.stopped:
+            return "stopped"
+        return "completed" if self.error is None else "failed"
 
     @property
     def completed(self) -> bool:
-        return self.error is None
+        return self.outcome == "completed"
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome == "failed"
+
+    @property
+    def origin_s(self) -> float:
+        """Where its latency is counted from: the scheduled arrival in an open loop, else the moment of sending."""
+        return self.start_s if self.scheduled_s is None else self.scheduled_s
+
+    @property
+    def end_s(self) -> float:
+        """When it ended, however it ended."""
+        return self.start_s + (self.latency_s or 0.0)
 
 
 def write_records(path: str | Path, records: Sequence[RequestRecord]) -> Path:
@@ -81,17 +114,21 @@ def read_records(path: str | Path) -> list[RequestRecord]:
             f"{path}: it wasn't written by this version, run `dvc repro --force` for its stage"
         )
     rows = table.to_pylist()
-    return [RequestRecord(**{**row, "itls_s": tuple(row["itls_s"])}) for row in rows]
+    lists = ("itls_s", "chunk_tokens")
+    return [RequestRecord(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in rows]
 
 
 def _types(pa: Any) -> dict[str, Any]:
     """Column name -> Arrow type, in the order of the fields."""
     by_annotation = {
         "int": pa.int64(),
+        "bool": pa.bool_(),
+        "str": pa.string(),
         "int | None": pa.int64(),
         "float": pa.float64(),
         "float | None": pa.float64(),
         "str | None": pa.string(),
         "tuple[float, ...]": pa.list_(pa.float64()),
+        "tuple[int, ...]": pa.list_(pa.int64()),
     }
     return {field.name: by_annotation[str(field.type)] for field in fields(RequestRecord)}

@@ -1,12 +1,14 @@
 """Load driver: vLLM's own `bench serve`, run in the serve environment as one process for all cells of a variant.
 
-Only its per-request details are used; every figure is computed again from them (`metrics.py`), because its summary
-drops failed requests and counts over another time.
+Only per-request details are taken from it; every figure is computed again from them (`metrics.py`), because its summary
+drops failed requests and counts over another time. They arrive as the requests end, so that a cell can be stopped
+once it has shown what it was run for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, QuantgateError
-from pipeline.files import read_json, write_text
-from pipeline.load.driver import Cell, CellResult, OnTick, Target
+from pipeline.files import write_json, write_text
+from pipeline.load.driver import Cell, CellResult, Observer, Request, Target
 from pipeline.load.records import RequestRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,7 +41,10 @@ class VllmBenchDriver:
 
     @contextlib.contextmanager
     def session(self, folder: Path) -> Iterator[_Session]:
-        """Start the generator, wait until it is ready (about 10 s on two cores), and end its process group on leaving."""
+        """Start the generator, and end its process group on leaving.
+
+        Its first cell waits until it is ready (about 10 s on two cores), so that it can start beside the engine.
+        """
         if not self.python.is_file():
             raise EnvironmentUnfitError(
                 f"{self.python}: no such Python; build the serve environment with `make environments`"
@@ -58,9 +63,7 @@ class VllmBenchDriver:
                 start_new_session=True,
             )
         try:
-            session = _Session(process, folder, log_path)
-            session.wait_ready(READY_TIMEOUT_S)
-            yield session
+            yield _Session(process, folder, log_path)
         finally:
             _end(process)
 
@@ -71,41 +74,50 @@ class _Session:
         self._folder = folder
         self._log_path = log_path
         self._buffer = b""
-        self._clock_offset_s = 0.0
+        self._clock_offset_s: float | None = None
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def _wait_ready(self, timeout_s: float) -> float:
+        """The offset of the generator's clock, once it has said that it's ready."""
+        if self._clock_offset_s is not None:
+            return self._clock_offset_s
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for event in self._events(TICK_S):
                 if event["event"] == "ready":
-                    self._clock_offset_s = event["clock_offset_s"]
-                    return
+                    self._clock_offset_s = float(event["clock_offset_s"])
+                    return self._clock_offset_s
         raise EngineFailedError(
             f"the load generator wasn't ready within {timeout_s:.0f} s; its log is {self._log_path}"
         )
 
-    def run(self, target: Target, cell: Cell, on_tick: OnTick) -> CellResult:
+    def run(self, target: Target, cell: Cell, observer: Observer) -> CellResult:
+        offset_s = self._wait_ready(READY_TIMEOUT_S)
         raw_path = self._folder / f"{cell.name}.json"
         raw_path.unlink(missing_ok=True)
-        prompts = self._folder / f"{cell.name}.prompts.jsonl"
-        write_text(prompts, "".join(json.dumps(prompt) + "\n" for prompt in cell.prompts))
-        argv = bench_arguments(cell, target, prompts, raw_path)
-        self._send({"name": cell.name, "argv": argv})
-        ended = failed = 0
+        requests = write_text(self._folder / f"{cell.name}.requests.jsonl", _request_lines(cell))
+        argv = bench_arguments(cell, target, requests)
+        self._send({"name": cell.name, "argv": argv, "open": cell.concurrency is None})
+        raw: list[dict[str, Any]] = []
+        records: list[RequestRecord] = []
+        stopping = False
         while True:
             for event in self._events(TICK_S):
                 if event["event"] == "request":
-                    ended += 1
-                    failed += not event["ok"]
+                    raw.append(event)
+                    records.append(record_of(event, cell, offset_s))
+                    observer.request(records[-1])
                 elif event["event"] == "failed":
                     raise EngineFailedError(
                         f"the load generator failed at {cell.name}: {event['why']}; its log is {self._log_path}"
                     )
                 elif event["event"] == "done":
-                    on_tick(ended, failed)
-                    records = records_from_bench(read_json(raw_path), cell, self._clock_offset_s)
-                    return CellResult(cell, records, raw_path)
-            on_tick(ended, failed)
+                    observer.tick()
+                    whole = in_order(records, cell, stopping)
+                    write_json(raw_path, {"cell": cell.name, "clock_offset_s": offset_s, "requests": raw})
+                    return CellResult(cell, whole, raw_path, event["cpu_share"])
+            if observer.tick() and not stopping:
+                stopping = True
+                self._send({"stop": cell.name})
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -137,78 +149,99 @@ class _Session:
         )
 
 
-def bench_arguments(cell: Cell, target: Target, prompts: Path, raw_path: Path) -> list[str]:
-    """`vllm bench serve`'s arguments for one closed-loop cell.
+def bench_arguments(cell: Cell, target: Target, requests: Path) -> list[str]:
+    """`vllm bench serve`'s arguments for one cell.
 
     Its own warm-up and ready check stay off: both send the first prompt, which would then be measured from a warm cache.
     """
-    options = {
+    options: dict[str, Any] = {
         "--backend": "openai",
         "--base-url": target.base_url,
         "--endpoint": "/v1/completions",
         "--model": target.served_name,
         "--dataset-name": "custom",
-        "--dataset-path": prompts,
-        "--custom-output-len": cell.output_tokens,
-        "--num-prompts": len(cell.prompts),
-        "--max-concurrency": cell.concurrency,
+        "--dataset-path": requests,
+        "--num-prompts": len(cell.requests),
         "--request-rate": "inf",
         "--num-warmups": 0,
         "--ready-check-timeout-sec": 0,
         "--temperature": 0,
-        "--result-dir": raw_path.parent,
-        "--result-filename": raw_path.name,
     }
-    flags = ["--skip-tokenizer-init", "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
+    if cell.concurrency is not None:
+        options["--max-concurrency"] = cell.concurrency
+    flags = ["--skip-tokenizer-init", "--ignore-eos", "--disable-tqdm"]
     return [str(part) for pair in options.items() for part in pair] + flags
 
 
-def records_from_bench(raw: dict[str, Any], cell: Cell, clock_offset_s: float) -> tuple[RequestRecord, ...]:
-    """One record per prompt from the generator's detailed result.
+def _request_lines(cell: Cell) -> str:
+    """The cell's requests for the generator, with the seconds after its start at which each may be sent."""
+    last = (cell.concurrency or 1) - 1
+    times = cell.arrivals_s or [min(index, last) * cell.stagger_s for index in range(len(cell.requests))]
+    return "".join(
+        json.dumps({"prompt": request.prompt, "output_tokens": request.output_tokens, "at_s": at_s}) + "\n"
+        for request, at_s in zip(cell.requests, times, strict=True)
+    )
 
-    Its clock is `time.perf_counter`; minus `clock_offset_s` it is `time.monotonic`. `EngineFailedError` when a completed
-    request's token counts, which are the server's, aren't what was sent and asked for.
+
+def record_of(event: dict[str, Any], cell: Cell, clock_offset_s: float) -> RequestRecord:
+    """One request's record from the generator's event; its clock minus `clock_offset_s` is `time.monotonic`.
+
+    `EngineFailedError` when a completed request's token counts, which are the server's, aren't what was sent and asked for,
+    or aren't what came in its chunks.
     """
-    columns = ("start_times", "ttfts", "itls", "latencies", "input_lens", "output_lens", "errors")
-    if any(len(raw[column]) != len(cell.prompts) for column in columns):
+    index, error, stopped = event["index"], event["error"], event["stopped"]
+    times, chunks = event["token_times"], event["chunk_tokens"]
+    completed = not error and not stopped
+    request = cell.requests[index]
+    if completed:
+        _require_agreement(event, request, f"{cell.name}, request {index}")
+    return RequestRecord(
+        cell=cell.name,
+        level=cell.concurrency,
+        index=index,
+        warmup=index < cell.warmup,
+        scheduled_s=None if event["scheduled"] is None else event["scheduled"] - clock_offset_s,
+        start_s=event["start"] - clock_offset_s,
+        ttft_s=times[0] - event["start"] if times else None,
+        itls_s=tuple(after - before for before, after in itertools.pairwise(times)),
+        chunk_tokens=tuple(chunks) if len(chunks) == len(times) else (),
+        latency_s=event["latency_s"],
+        input_tokens=event["input_tokens"] if completed else None,
+        output_tokens=event["output_tokens"] if completed else None,
+        requested_output_tokens=request.output_tokens,
+        error=error,
+        stopped=stopped,
+    )
+
+
+def _require_agreement(event: dict[str, Any], request: Request, where: str) -> None:
+    """The client's and the server's token counts are the same, or nothing that divides by them can be trusted."""
+    sent, wanted = len(request.prompt), request.output_tokens
+    counted_in, counted_out = event["input_tokens"], event["output_tokens"]
+    if (counted_in, counted_out) != (sent, wanted):
         raise EngineFailedError(
-            f"the load generator's result of {cell.name} doesn't hold {len(cell.prompts)} requests"
+            f"token counts don't agree at {where}: {sent} in and {wanted} out were sent and asked for, the server counted "
+            f"{counted_in} in and {counted_out} out"
         )
-    records = []
-    for index, (start_s, ttft_s, itls_s, latency_s, inputs, outputs, error) in enumerate(
-        zip(*(raw[column] for column in columns), strict=True)
-    ):
-        sent = len(cell.prompts[index])
-        if not error and (inputs, outputs) != (sent, cell.output_tokens):
-            raise EngineFailedError(
-                f"token counts don't agree at {cell.name}, request {index}: {sent} in and {cell.output_tokens} out were "
-                f"sent and asked for, the server counted {inputs} in and {outputs} out"
-            )
-        if not error and len(itls_s) >= outputs:
-            raise EngineFailedError(
-                f"{cell.name}, request {index} came in {len(itls_s) + 1} chunks for {outputs} tokens: a chunk without a token "
-                "was among them, so TTFT and ITL can't be trusted"
-            )
-        records.append(
-            RequestRecord(
-                level=cell.concurrency,
-                index=index,
-                start_s=start_s - clock_offset_s,
-                ttft_s=ttft_s or None,
-                itls_s=tuple(itls_s),
-                latency_s=latency_s,
-                input_tokens=None if error else inputs,
-                output_tokens=None if error else outputs,
-                requested_output_tokens=cell.output_tokens,
-                error=_one_line(error) if error else None,
-            )
+    in_chunks = sum(event["chunk_tokens"])
+    if event["chunk_tokens"] and in_chunks != counted_out:
+        raise EngineFailedError(
+            f"token counts don't agree at {where}: its chunks carried {in_chunks} tokens, the server counted {counted_out}"
         )
-    return tuple(records)
+    if len(event["token_times"]) > counted_out:
+        raise EngineFailedError(
+            f"{where} came in {len(event['token_times'])} chunks with text for {counted_out} tokens, so TTFT and ITL can't "
+            "be trusted"
+        )
 
 
-def _one_line(error: str) -> str:
-    """The last line of what may be a whole traceback."""
-    return error.strip().splitlines()[-1][:MAX_ERROR_CHARACTERS]
+def in_order(records: list[RequestRecord], cell: Cell, stopped: bool) -> tuple[RequestRecord, ...]:
+    """By index; `EngineFailedError` where a cell that wasn't stopped doesn't account for every request."""
+    if not stopped and len(records) != len(cell.requests):
+        raise EngineFailedError(
+            f"the load generator accounts for {len(records)} of the {len(cell.requests)} requests of {cell.name}"
+        )
+    return tuple(sorted(records, key=lambda record: record.index))
 
 
 def _environment() -> dict[str, str]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.drawing import Canvas, Plot
+from pipeline.report.load_plots import load_plots
 from pipeline.report.palette import BAND, INK, LIMIT, MUTED, SERIES, SURFACE, Styles
-from pipeline.report.reading import fitting_sequences, is_emulated, required_sequences
+from pipeline.report.reading import fitting_sequences, required_sequences
 from pipeline.report.sections.quantization import dig, proven_schemes
-from pipeline.report.wording import count, latency, points, points_interval, speed
-from pipeline.results import Capacity, LoadLevel, QualityDelta
+from pipeline.report.wording import count, points, points_interval
+from pipeline.results import Capacity, QualityDelta
 
-PANEL_INCHES = 3.95  # three side by side in the page's width
 WIDE_INCHES = 8.8
 ROW_INCHES = 0.42
-RUNNING, WAITING, KV_USAGE = SERIES[0], SERIES[7], SERIES[4]  # the page's legend names these
 LIMIT_DASHES = (0, (5, 3))
 
 
@@ -91,118 +88,6 @@ def _beside(
 ) -> None:
     """Text at a data point, moved by `offset` points."""
     axes.annotate(text, at, xytext=offset, textcoords="offset points", va="center", **style)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One figure of merit over concurrency."""
-
-    key: str
-    title: str
-    value: Callable[[LoadLevel], float | None]
-    text: Callable[[float | None], str]
-    logarithmic: bool = False
-
-
-CURVES = (
-    Curve("throughput", "Output throughput (tok/s)", lambda level: level.output_throughput_tok_s, speed),
-    Curve("ttft", "Time to first token, p50 (ms, log scale)", lambda level: level.ttft.p50_ms, latency, True),
-    Curve("tpot", "Time per output token, p50 (ms)", lambda level: level.tpot.p50_ms, latency),
-)
-
-
-def load_plots(bundle: ResultBundle) -> list[Plot]:
-    """Curves over concurrency, then each variant's timeline."""
-    streams = {
-        level.concurrency
-        for measured in bundle.measurements.values()
-        for level in (measured.levels if measured else [])
-    }
-    curves = [_curve(bundle, curve, sorted(streams)) for curve in CURVES] if streams else []
-    return curves + [
-        _timeline(bundle, variant) for variant in bundle.variants if bundle.timelines.get(variant)
-    ]
-
-
-def _curve(bundle: ResultBundle, curve: Curve, streams: list[int]) -> Plot:
-    """A line per variant; a level without the number leaves a gap."""
-    style = styles(bundle)
-    with Canvas(curve.key, curve.title, width=PANEL_INCHES, height=2.7) as canvas:
-        axes = canvas.axes
-        for variant in bundle.variants:
-            measured = bundle.measurements.get(variant)
-            levels = measured.levels if measured else []
-            values = [curve.value(level) for level in levels]
-            colour = style.colour(variant)
-            dashes = (0, (4, 1.5)) if is_emulated(bundle.verdict.variants[variant]) else "-"
-            # Where nothing is wrong the control lies on the reference, so it is drawn below and larger.
-            is_control = variant == bundle.verdict.control
-            axes.plot(
-                [level.concurrency for level in levels],
-                [math.nan if value is None else value for value in values],
-                color=colour,
-                linestyle=dashes,
-                zorder=1.5 if is_control else 2,
-            )
-            for level, value in zip(levels, values, strict=True):
-                if value is None:
-                    continue
-                size = 9 if is_control else 5
-                mark = axes.plot(
-                    level.concurrency, value, style.marker(variant), color=colour, markersize=size
-                )[0]
-                mark.set_gid(canvas.tip(f"{variant} at {level.concurrency} streams: {curve.text(value)}"))
-        axes.set_xticks(streams)
-        axes.set_xlim(0, max(streams) * 1.05)
-        axes.set_xlabel("concurrent streams")
-        _vertical_scale(axes, curve.logarithmic)
-        return canvas.plot()
-
-
-def _vertical_scale(axes: Axes, logarithmic: bool) -> None:
-    """Plain numbers on either scale, and a linear one that starts at zero."""
-    if not logarithmic:
-        axes.set_ylim(bottom=0)
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _timeline(bundle: ResultBundle, variant: str) -> Plot:
-    """Requests running and waiting above, KV usage below, on one time axis; all variants on the same scales."""
-    rows = bundle.timelines[variant]
-    everyone = [row for own in bundle.timelines.values() for row in own]
-    highest = max((row.get(key) or 0 for row in everyone for key in ("running", "waiting")), default=0)
-    longest = max((own[-1]["t_s"] - own[0]["t_s"] for own in bundle.timelines.values() if own), default=1)
-    seconds = [row["t_s"] - rows[0]["t_s"] for row in rows]
-
-    def series(key: str, scale: float = 1.0) -> list[float]:
-        return [math.nan if row.get(key) is None else scale * row[key] for row in rows]
-
-    key = f"timeline-{bundle.variants.index(variant)}"
-    with Canvas(key, f"{variant} over time", width=PANEL_INCHES, height=3.1, rows=2) as canvas:
-        requests, usage = canvas.panels
-        _area(requests, seconds, series("running"), RUNNING)
-        requests.step(
-            seconds, series("waiting"), where="post", color=WAITING, linewidth=1.4, linestyle=(0, (3, 1))
-        )
-        requests.set_ylim(0, max(1, highest) * 1.08)
-        requests.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        requests.set_ylabel("requests")
-        _area(usage, seconds, series("kv_usage", 100), KV_USAGE)
-        usage.set_ylim(0, 108)
-        usage.set_yticks([0, 50, 100])
-        usage.set_ylabel("KV usage (%)")
-        usage.set_xlim(0, max(1, longest))
-        usage.set_xlabel("seconds")
-        return canvas.plot()
-
-
-def _area(axes: Axes, xs: list[float], ys: list[float], colour: str) -> None:
-    axes.fill_between(xs, ys, step="post", color=colour, alpha=0.35, linewidth=0)
-    axes.step(xs, ys, where="post", color=colour, linewidth=1.4)
 
 
 def forest(bundle: ResultBundle) -> list[Plot]:

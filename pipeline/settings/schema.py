@@ -258,21 +258,132 @@ class ServerSettings(Strict):
     seed: int = Field(ge=0)
 
 
-class LoadSettings(Strict):
-    """Closed-loop load: at each level so many requests are kept in flight."""
+class FixedWorkload(Strict):
+    """Every request of the same lengths."""
 
-    driver: Literal["vllm-bench"]
-    levels: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
-        min_length=1, description="concurrent requests"
-    )
+    kind: Literal["fixed"]
     input_tokens: int = Field(ge=1, description="prompt tokens per request")
     output_tokens: int = Field(ge=2, description="generated tokens per request; TPOT needs two")
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+class LognormalWorkload(Strict):
+    """Lengths drawn per request: log-normal, as traces of real chats are, cut at the maxima."""
+
+    kind: Literal["lognormal"]
+    input_median_tokens: int = Field(ge=1)
+    input_sigma: float = Field(ge=0, le=3, description="of the logarithm")
+    input_max_tokens: int = Field(ge=1)
+    output_median_tokens: int = Field(ge=2)
+    output_sigma: float = Field(ge=0, le=3)
+    output_max_tokens: int = Field(ge=2)
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.input_max_tokens + self.output_max_tokens
+
+
+class PromptsWorkload(Strict):
+    """The team's own prompts, in the file's order, over and over; a drawn first token keeps each request's prefix its own."""
+
+    kind: Literal["prompts"]
+    file: str = Field(min_length=1, description='JSONL of {"prompt": text}, optionally with "output_tokens"')
+    output_tokens: int = Field(ge=2, description="generated per request where its line doesn't say")
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Known once the file is tokenized."""
+        return None
+
+
+class SharedPrefixWorkload(Strict):
+    """Requests that share system prompts: the prefix cache is what's being measured, so its hits are shown, not refused."""
+
+    kind: Literal["shared-prefix"]
+    prefixes: int = Field(ge=1, description="different shared prefixes, used in turn")
+    prefix_tokens: int = Field(ge=1)
+    input_tokens: int = Field(ge=1, description="tokens of each request's own after the prefix")
+    output_tokens: int = Field(ge=2)
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.prefix_tokens + self.input_tokens + self.output_tokens
+
+
+WorkloadSettings = Annotated[
+    FixedWorkload | LognormalWorkload | PromptsWorkload | SharedPrefixWorkload, Field(discriminator="kind")
+]
+
+
+class FillSettings(Strict):
+    """The fill test: full-length sequences until the KV pool is full."""
+
+    extra_sequences: int = Field(
+        ge=1, description="requests beyond what is predicted to fit: they must be seen waiting"
+    )
+
+
+class ClosedSearchSettings(Strict):
+    """Search for the largest concurrency at which the SLO holds."""
+
+    start: int = Field(ge=1, description="first concurrency tried; doubled from there")
+    maximum: int = Field(ge=1, description="highest concurrency tried")
+    resolution: float = Field(
+        ge=0, lt=1, description="relative step that need not be told apart; 0: to the stream"
+    )
+    max_requests: int = Field(ge=1, description="requests a probe may judge before it is undecided")
+    budget_s: float = Field(gt=0, description="no probe starts later; the interval is then wider")
+
+
+class OpenSearchSettings(Strict):
+    """Search for the largest request rate at which the SLO holds."""
+
+    start_rps: float = Field(gt=0, description="first rate tried; doubled from there")
+    minimum_rps: float = Field(gt=0)
+    maximum_rps: float = Field(gt=0)
+    resolution: float = Field(gt=0, lt=1, description="relative step between two rates")
+    max_requests: int = Field(ge=1, description="requests a probe may judge before it is undecided")
+    budget_s: float = Field(gt=0, description="no probe starts later; the interval is then wider")
+
+
+class LoadSettings(Strict):
+    """What is sent to a variant's server: fill test, cost at each concurrency, searches under the SLO."""
+
+    driver: Literal["vllm-bench"]
+    workload: WorkloadSettings
+    levels: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        min_length=1, description="concurrent requests of the cells that show what load costs"
+    )
     requests_per_stream: float = Field(
-        gt=0, description="requests at a level = this * concurrency, at least min_requests"
+        gt=0, description="measured requests at a level = this * concurrency, at least min_requests"
     )
     min_requests: int = Field(ge=1)
-    warmup_requests: int = Field(ge=0, description="sent before the first level and not counted")
+    repeats: int = Field(
+        default=1, ge=1, description="times that all levels are run, in turn; intervals need 3"
+    )
+    warmup_requests: int = Field(
+        ge=0, description="sent at once before the first cell and kept out of all figures"
+    )
+    fill: FillSettings | None = Field(description="null: no fill test")
+    search: ClosedSearchSettings | None = Field(description="null: no search in a closed loop")
+    open_loop: OpenSearchSettings | None = Field(description="null: no search in an open loop")
     seed: int = Field(ge=0, description="prompts; the same for every variant, so that cells are paired")
+
+    @model_validator(mode="after")
+    def _possible(self) -> LoadSettings:
+        if len(set(self.levels)) != len(self.levels):
+            raise ValueError(f"levels {list(self.levels)} must be distinct")
+        if self.search and self.search.start > self.search.maximum:
+            raise ValueError(
+                f"search.start {self.search.start} is above search.maximum {self.search.maximum}"
+            )
+        rates = self.open_loop
+        if rates and not rates.minimum_rps <= rates.start_rps <= rates.maximum_rps:
+            raise ValueError("open_loop needs minimum_rps <= start_rps <= maximum_rps")
+        return self
 
 
 class EvalsetSettings(Strict):
@@ -348,8 +459,8 @@ class Settings(Strict):
                 f"overheads {self.overheads.name!r} are of the device {self.overheads.device!r}, but the device is {self.device.name!r}"
             )
         self.overheads.for_version(self.server.engine_version)
-        longest = self.load.input_tokens + self.load.output_tokens
-        if longest > self.server.max_model_len:
+        longest = self.load.workload.longest_tokens
+        if longest is not None and longest > self.server.max_model_len:
             raise ValueError(
                 f"load asks for {longest} tokens per request, more than max_model_len {self.server.max_model_len}"
             )

@@ -1,22 +1,33 @@
-"""Stage `measure@VARIANT`: serve the variant, read what the engine says of itself, and load it past its pool's limit."""
+"""Stage `measure@VARIANT`: serve the variant, read what the engine says of itself, fill its pool, load it, search its limit."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.environments import interpreter
+from pipeline.errors import EngineFailedError, QuantgateError
+from pipeline.files import write_json
 from pipeline.load.driver import make_driver
-from pipeline.load.measure import run_load
+from pipeline.load.fill import plan_fill
+from pipeline.load.judge import boundary
+from pipeline.load.measure import LoadOutcome, LoadPlan, run_load
+from pipeline.load.metrics import Limits
 from pipeline.load.records import write_records
-from pipeline.load.workload import Workload
+from pipeline.load.search import Axis
+from pipeline.load.slo import SearchPlan, Slo
+from pipeline.load.workload import make_source
 from pipeline.planning.reconciliation import reconciled
-from pipeline.results import Capacity, EngineFacts, LoadLevel, Measurement, save
+from pipeline.results import Capacity, EngineFacts, Measurement, save
 from pipeline.serving.provenance import provenance
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics
 from pipeline.settings import Settings
+from pipeline.settings.schema import FixedWorkload
 from pipeline.stages.context import (
     LOGS,
     RESULTS,
@@ -28,6 +39,8 @@ from pipeline.stages.context import (
     weights_folder,
 )
 
+SAMPLE_INTERVAL_S = 0.5  # the fill test holds the pool full for a few decode steps only
+
 
 def run(settings: Settings, name: str) -> None:
     started = time.monotonic()
@@ -36,32 +49,32 @@ def run(settings: Settings, name: str) -> None:
     row = planned(name)
     python = interpreter("serve")
     logs = LOGS / "measure" / name
-    load = settings.load
-    workload = Workload(**load.model_dump(exclude={"driver"}))
+    plan = load_plan(settings, weights_folder(variant.weights), row.capacity)
     spec = serve_spec(settings, variant, row)
-    with serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server:
+    outcome = LoadOutcome()
+    driver = make_driver(settings.load.driver, python)
+    # The load generator imports for 10 s on one core while the engine starts.
+    with (
+        driver.session(logs) as session,
+        serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server,
+    ):
         capacity, terms = reconciled(
             settings, row, parse_log(server.log_text()), parse_metrics(server.metrics_text())
         )
-        print(
-            f"{name}: ready in {server.startup_s:.0f} s, {capacity.reported_tokens:,} KV tokens",
-            file=sys.stderr,
-        )
-        with MetricsSampler(server.base_url) as sampler:
-            levels, records = run_load(
-                workload,
-                make_driver(load.driver, python),
-                server,
-                sampler,
-                weights_folder(variant.weights),
-                logs,
-            )
+        tokens = capacity.reported_tokens
+        print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
+        with MetricsSampler(server.base_url, SAMPLE_INTERVAL_S) as sampler:
+            try:
+                run_load(plan(reported_tokens=tokens), session, server, sampler, outcome)
+            except EngineFailedError as error:
+                _keep_unfinished(logs, name, outcome, error)
+                raise
         server.check()
         signals = parse_log(server.log_text())
     folder = RESULTS / "measure"
     requests_file = folder / f"{name}.requests.parquet"
     timeline_file = folder / f"{name}.timeline.jsonl"
-    write_records(requests_file, records)
+    write_records(requests_file, outcome.records)
     sampler.write(timeline_file)
     source = provenance(server, signals, machine)
     save(folder / f"{name}.engine.json", EngineFacts.of(source, capacity.reported_tokens))
@@ -72,9 +85,11 @@ def run(settings: Settings, name: str) -> None:
             profile=settings.profile,
             weights=variant.weights,
             weight_bytes=row.weight_bytes,
-            capacity=_observed(capacity, levels),
+            capacity=_observed(capacity, outcome),
             reconciliation=terms,
-            levels=levels,
+            levels=outcome.levels,
+            fill=outcome.fill,
+            searches=outcome.searches,
             requests_file=str(requests_file),
             timeline_file=str(timeline_file),
             provenance=source,
@@ -84,16 +99,87 @@ def run(settings: Settings, name: str) -> None:
     )
 
 
-def _observed(capacity: Capacity, levels: list[LoadLevel]) -> Capacity:
+def load_plan(settings: Settings, model_dir: Path, capacity: Capacity) -> Callable[..., LoadPlan]:
+    """What is run on a variant, once the engine has said how large its pool is (in tokens).
+
+    Reads the prompts at once: what is wrong with them is said before an engine starts.
+    """
+    load, server = settings.load, settings.server
+    source = make_source(load.workload, model_dir, load.seed, server.max_model_len)
+    for search_plan, _ in search_plans(
+        settings
+    ):  # too few requests a probe: said now, not after the fill test
+        boundary(settings.slo.percentile, settings.slo.confidence, search_plan.max_requests)
+    fill = fill_source = None
+    if load.fill is not None:
+        fill = plan_fill(
+            capacity, load.fill.extra_sequences, server.max_num_seqs, server.max_num_batched_tokens
+        )
+        lengths = FixedWorkload(
+            kind="fixed", input_tokens=fill.prompt_tokens, output_tokens=fill.output_tokens
+        )
+        fill_source = make_source(lengths, model_dir, load.seed, server.max_model_len)
+    return functools.partial(
+        LoadPlan,
+        source=source,
+        levels=load.levels,
+        requests_per_stream=load.requests_per_stream,
+        min_requests=load.min_requests,
+        repeats=load.repeats,
+        warmup_requests=load.warmup_requests,
+        slo=slo_of(settings),
+        fill=fill,
+        fill_source=fill_source,
+        searches=search_plans(settings),
+        capacity=capacity,
+        seed=load.seed,
+    )
+
+
+def slo_of(settings: Settings) -> Slo:
+    """The SLO as the load judges by it."""
+    slo = settings.slo
+    return Slo(Limits(slo.ttft_ms, slo.tpot_ms), slo.percentile, slo.confidence)
+
+
+def search_plans(settings: Settings) -> tuple[tuple[SearchPlan, float], ...]:
+    """The profile's searches with their time budgets: closed loop first."""
+    load, found = settings.load, []
+    if given := load.search:
+        axis = Axis(given.start, 1, given.maximum, whole=True, resolution=given.resolution)
+        found.append((SearchPlan("closed", axis, given.max_requests), given.budget_s))
+    if rates := load.open_loop:
+        axis = Axis(rates.start_rps, rates.minimum_rps, rates.maximum_rps, False, rates.resolution)
+        found.append((SearchPlan("open", axis, rates.max_requests), rates.budget_s))
+    return tuple(found)
+
+
+def _keep_unfinished(logs: Path, name: str, outcome: LoadOutcome, error: QuantgateError) -> None:
+    """What was measured before the engine gave up: no result (the stage failed), but not lost either."""
+    write_records(logs / "unfinished.requests.parquet", outcome.records)
+    finished = {
+        "variant": name,
+        "cause": str(error),
+        "levels": [level.model_dump(mode="json") for level in outcome.levels],
+        "fill": outcome.fill.model_dump(mode="json") if outcome.fill else None,
+        "searches": [search.model_dump(mode="json") for search in outcome.searches],
+        "probes": [probe.model_dump(mode="json") for probe in outcome.probes],
+    }
+    path = write_json(logs / "unfinished.json", finished)
+    print(
+        f"{name}: {len(outcome.levels)} levels and {len(outcome.probes)} probes were finished, they are in {path}",
+        file=sys.stderr,
+    )
+
+
+def _observed(capacity: Capacity, outcome: LoadOutcome) -> Capacity:
     """The capacity record completed with what the load showed."""
-    peaks = [level.peak_running for level in levels if level.peak_running is not None]
-    peak = max(peaks, default=None)
-    offered = max(level.concurrency for level in levels)
-    note = None
-    if peak is None:
-        note = "the server's metrics couldn't be read under load"
-    elif peak >= offered:
-        note = f"the load offered {offered} at once and all of them ran, so the pool's limit wasn't reached"
+    if outcome.fill is not None:
+        peak, note = outcome.fill.observed_peak_running, outcome.fill.note
+    else:
+        peaks = [level.peak_running for level in outcome.levels if level.peak_running is not None]
+        peak = max(peaks, default=None)
+        note = "no fill test was run; this is the load levels' peak, whose requests may be shorter"
     return capacity.model_copy(update={"observed_peak_running": peak, "observed_peak_running_note": note})
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.load.metrics import tpot_s
-from pipeline.load.records import RequestRecord, read_records
+from pipeline.load.records import read_records
 from pipeline.report import verdict_table
 from pipeline.results import Measurement, Plan, Quality, load, save
 from pipeline.settings import Settings
 from pipeline.stages.context import RESULTS, stage_main
 from pipeline.verdict.decide import build_verdict
-from pipeline.verdict.latency import RequestLatency
+from pipeline.verdict.latency import request_latencies
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
 
 
@@ -30,7 +29,7 @@ def run(settings: Settings, _: str) -> None:
         measurements=measurements,
         qualities={name: load(RESULTS / "quality" / f"{name}.json", Quality) for name in names},
         requests={
-            name: [_latency(record) for record in read_records(result.requests_file)]
+            name: request_latencies(result, read_records(result.requests_file))
             for name, result in measurements.items()
         },
         policy=Policy(slo=slo, **settings.policy.model_dump(exclude={"name"})),
@@ -38,13 +37,6 @@ def run(settings: Settings, _: str) -> None:
     )
     save(RESULTS / "verdict.json", verdict)
     print(verdict_table(verdict, load(RESULTS / "plan.json", Plan)))
-
-
-def _latency(record: RequestRecord) -> RequestLatency:
-    """One request as the latency gates take it: a failed one has no times and misses every limit."""
-    if not record.completed or record.ttft_s is None:
-        return RequestLatency(record.level, None, None)
-    return RequestLatency(record.level, record.ttft_s * 1000, tpot_s(record) * 1000)
 
 
 if __name__ == "__main__":

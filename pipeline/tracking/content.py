@@ -187,6 +187,9 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
         )
     if measured is not None:
         yield from _points({"startup_s": measured.startup_s, "measure_wall_s": measured.wall_s})
+        for search in measured.searches:
+            kind = "streams" if search.mode == "closed" else "rate"
+            yield from _points({f"slo_{kind}_low": search.low, f"slo_{kind}_high": search.high})
         for level in measured.levels:
             figures = _level_figures(level)
             yield from _points(
@@ -263,6 +266,8 @@ def _level_figures(level: LoadLevel) -> dict[str, float | None]:
 
     return {
         "output_tok_s": level.output_throughput_tok_s,
+        "steady_output_tok_s": level.steady.output_throughput_tok_s if level.steady else None,
+        "goodput_rps": level.goodput_rps,
         **both("ttft", level.ttft),
         **both("tpot", level.tpot),
         **both("itl", level.itl),

@@ -69,24 +69,28 @@ def load_completed_gate(measurement: Measurement | None, policy: Policy) -> Gate
     rule = Rule("load-completed", policy.minimum_completed, "share of requests")
     if measurement is None:
         return rule.cannot_run(UNMEASURED)
-    levels = measurement.levels
-    requests = sum(level.requests for level in levels)
+    levels, probes = measurement.levels, [probe for search in measurement.searches for probe in search.probes]
+    requests = sum(level.requests for level in levels) + sum(probe.requests for probe in probes)
     if requests == 0:
         return rule.cannot_run("no request was sent")
     completed, failed = sum(level.completed for level in levels), sum(level.failed for level in levels)
-    share = completed / requests
-    if completed + failed != requests:
+    stopped = sum(level.stopped for level in levels)
+    if completed + failed + stopped != sum(level.requests for level in levels):
         return rule.cannot_run(
-            f"of {requests} requests {completed} completed and {failed} failed: the count is off", share
+            f"of {requests} requests {completed} completed and {failed} failed: the count is off"
         )
+    failed += sum(probe.failed for probe in probes)
+    share = 1 - failed / requests
     if not failed:
         concurrencies = ", ".join(str(level.concurrency) for level in levels)
-        return rule.says("GO", share, f"all {requests} requests completed, at concurrency {concurrencies}")
-    where = ", ".join(
-        f"{level.failed} at concurrency {level.concurrency}" for level in levels if level.failed
-    )
+        also = f" and in {len(probes)} probes" if probes else ""
+        return rule.says(
+            "GO", share, f"none of {requests} requests failed, at concurrency {concurrencies}{also}"
+        )
+    where = [f"{level.failed} at concurrency {level.concurrency}" for level in levels if level.failed]
+    where += [f"{probe.failed} in the probe {probe.cell}" for probe in probes if probe.failed]
     decision: Decision = "GO" if share >= policy.minimum_completed else "NO-GO"
-    return rule.says(decision, share, f"{failed} of {requests} requests failed: {where}")
+    return rule.says(decision, share, f"{failed} of {requests} requests failed: {', '.join(where)}")
 
 
 def concurrency_observed_gate(measurement: Measurement | None, policy: Policy) -> Gate:
@@ -99,17 +103,25 @@ def concurrency_observed_gate(measurement: Measurement | None, policy: Policy) -
     rule = Rule("concurrency-observed", required, "sequences")
     if measurement is None:
         return rule.cannot_run(UNMEASURED)
-    asked = [level for level in measurement.levels if level.concurrency >= required]
-    if not asked:
-        highest = max((level.concurrency for level in measurement.levels), default=0)
-        return rule.cannot_run(f"the load never asked for {required} at once, its highest level is {highest}")
-    peaks = [level.peak_running for level in asked if level.peak_running is not None]
-    if not peaks:
+    fitting = measurement.capacity.reported_fitting_sequences
+    if (
+        fill := measurement.fill
+    ) is not None:  # full-length sequences; a level's may be shorter, and prove less
+        most, peaks = fill.offered, [fill.observed_peak_running]
+    else:
+        asked = [level for level in measurement.levels if level.concurrency >= required]
+        most = max((level.concurrency for level in asked or measurement.levels), default=0)
+        if not asked:
+            return rule.cannot_run(
+                f"the load never asked for {required} at once, its highest level is {most}"
+            )
+        peaks = [level.peak_running for level in asked]
+    known = [peak for peak in peaks if peak is not None]
+    if not known:
         return rule.cannot_run("the engine's running requests were not observed")
-    peak, most = max(peaks), max(level.concurrency for level in asked)
+    peak = max(known)
     if peak >= required:
         return rule.says("GO", peak, f"{peak} requests ran at once, {required} are required")
-    fitting = measurement.capacity.reported_fitting_sequences
     found = f"only {peak} requests ran at once with {most} asked for"
     if fitting is not None and fitting < required:
         return rule.says("NO-GO", peak, f"{found}: the pool is the limit, as its capacity says")

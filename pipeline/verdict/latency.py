@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.load.bounds import latency_bound, requests_needed
-from pipeline.load.metrics import percentile, tpot_s
+from pipeline.load.metrics import percentile, tpot_s, ttft_s
 from pipeline.load.records import RequestRecord
 from pipeline.results import Gate, Measurement
 from pipeline.verdict.policy import Policy, Slo
@@ -23,13 +23,21 @@ class RequestLatency:
     tpot_ms: float | None
 
 
-def request_latency(record: RequestRecord) -> RequestLatency:
-    """One request of the load as the gates see it, by the load's own definitions of its metrics."""
-    if not record.completed or record.ttft_s is None:
-        return RequestLatency(concurrency=record.level, ttft_ms=None, tpot_ms=None)
-    return RequestLatency(
-        concurrency=record.level, ttft_ms=record.ttft_s * 1000, tpot_ms=tpot_s(record) * 1000
-    )
+def request_latencies(measurement: Measurement, records: Sequence[RequestRecord]) -> list[RequestLatency]:
+    """The measured requests of the levels, by the load's own definitions. Warm-up, fill test and probes are left out."""
+    cells = {level.cell: level.concurrency for level in measurement.levels}
+    return [
+        request_latency(record, cells[record.cell])
+        for record in records
+        if record.cell in cells and not record.warmup and record.outcome != "stopped"
+    ]
+
+
+def request_latency(record: RequestRecord, concurrency: int) -> RequestLatency:
+    """One request as the gates see it."""
+    if not record.completed:
+        return RequestLatency(concurrency, None, None)
+    return RequestLatency(concurrency, ttft_s(record) * 1000, tpot_s(record) * 1000)
 
 
 def latency_gates(

@@ -17,14 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet
 import pytest
 import yaml
 
 from pipeline.environments.build import environment_folder
+from pipeline.load.fill import fill_result, plan_fill
 from pipeline.load.metrics import summarise
-from pipeline.load.records import read_records
-from pipeline.results import Measurement, Verdict, load
+from pipeline.load.records import RequestRecord, read_records
+from pipeline.load.slo import probe_result
+from pipeline.results import Measurement, PlanRow, Verdict, load
+from pipeline.settings import load_settings
+from pipeline.stages.measure import search_plans, slo_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["bf16", "awq-fp8kv"]
@@ -44,7 +47,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / name, folder / name)
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     conf = folder / "conf"
-    reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 4}
+    reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 7}
+    reduced["search"] |= {"budget_s": 10, "maximum": 16}
     (conf / "load/reduced.yaml").write_text(yaml.safe_dump(reduced))
     items = yaml.safe_load((conf / "evalset/team-demo.yaml").read_text()) | {"items": 40}
     (conf / "evalset/reduced.yaml").write_text(yaml.safe_dump(items))
@@ -131,17 +135,50 @@ def test_fp8_kv_and_awq_raise_capacity_as_predicted(clone: Path, first_run: set[
     assert large.provenance.kv_cache_dtype is not None and "fp8" in large.provenance.kv_cache_dtype
 
 
+def test_fill_test_agrees_with_the_planner(clone: Path, first_run: set[str]) -> None:
+    """Within one sequence, or the result says why: here nothing else holds requests back, so it must agree."""
+    for name in VARIANTS:
+        fill = load(clone / f"results/measure/{name}.json", Measurement).fill
+        assert fill is not None
+        assert fill.agrees, fill.note
+        assert (fill.observed_peak_waiting or 0) >= 1
+        assert (fill.observed_peak_kv_usage or 0) > 0.85
+
+
+def test_search_answers_with_an_interval(clone: Path, first_run: set[str]) -> None:
+    for name in VARIANTS:
+        (search,) = load(clone / f"results/measure/{name}.json", Measurement).searches
+        assert search.probes and search.requests == sum(probe.requests for probe in search.probes)
+        assert search.low is None or search.high is None or search.low <= search.high
+        assert not any(probe.client_saturated for probe in search.probes)
+
+
 def test_published_figures_come_from_the_records(clone: Path, first_run: set[str]) -> None:
+    """Levels, fill test and probes, from the files alone and from the settings that the run had."""
+    settings = load_settings(["profile=reduced"], clone)
+    slo, plans = slo_of(settings), {plan.mode: plan for plan, _ in search_plans(settings)}
+    server = settings.server
     for name in VARIANTS:
         measured = load(clone / f"results/measure/{name}.json", Measurement)
         records = read_records(clone / measured.requests_file)
         timeline = [json.loads(line) for line in (clone / measured.timeline_file).read_text().splitlines()]
+        cells: dict[str, list[RequestRecord]] = {}
+        for record in records:
+            cells.setdefault(record.cell, []).append(record)
         for level in measured.levels:
-            again = summarise(
-                [r for r in records if r.level == level.concurrency], timeline, level.concurrency
-            )
-            assert again == level
-    assert pyarrow.parquet.read_table(clone / measured.requests_file).num_rows == len(records)
+            share = level.client_cpu_share
+            assert summarise(cells.pop(level.cell), timeline, slo.limits, client_cpu_share=share) == level
+        for search in measured.searches:
+            for probe in search.probes:
+                own = cells.pop(probe.cell)
+                again = probe_result(own, probe.load, slo, plans[search.mode], probe.client_cpu_share)
+                assert again == probe
+        row = load(clone / f"results/plan/{name}.json", PlanRow)
+        fill = plan_fill(row.capacity, 4, server.max_num_seqs, server.max_num_batched_tokens)
+        tokens = measured.capacity.reported_tokens
+        assert tokens is not None
+        assert fill_result(fill, row.capacity, tokens, cells.pop("fill"), timeline) == measured.fill
+        assert cells == {}  # and there is no record that nothing was published from
 
 
 def test_report_and_tracking_are_there(clone: Path, first_run: set[str]) -> None:

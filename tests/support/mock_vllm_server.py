@@ -26,6 +26,9 @@ class Script:
     model: str | None = None
     ttft_s: float = 0.0
     itl_s: float = 0.0
+    ttft_step_s: float = 0.0  # the n-th streamed request of each `step_period` takes (n - 1) steps longer
+    itl_step_s: float = 0.0
+    step_period: int = 1
     tokens_per_chunk: int = 1
     seed: int = 0
     score: wire.Scorer | None = None  # in process only: replaces the pseudo-logprobs
@@ -336,18 +339,28 @@ class MockServer:
         def chunk(text: str, finish: str | None = None) -> dict[str, Any]:
             return {**base, "choices": [wire.delta_payload(text, finish)]}
 
+        options = body.get("stream_options") or {}
+        continuous = bool(options.get("continuous_usage_stats")) and not script.omit_usage
+        step = (number - 1) % script.step_period
+        itl_s = script.itl_s + step * script.itl_step_s
+
+        def counted(payload: dict[str, Any], tokens: int) -> dict[str, Any]:
+            if not continuous:
+                return payload
+            return {**payload, "usage": wire.usage_payload(len(ids), tokens, streaming=True)}
+
         async with self._admission(ids, want):
-            due = asyncio.get_running_loop().time() + script.ttft_s
+            due = asyncio.get_running_loop().time() + script.ttft_s + step * script.ttft_step_s
             if script.empty_first_chunk:
-                await event(chunk(""))
+                await event(counted(chunk(""), 0))
             made = wire.generated(strings, want)
             for start in range(0, want, script.tokens_per_chunk):
                 await asyncio.sleep(due - asyncio.get_running_loop().time())
                 part = made[start : start + script.tokens_per_chunk]
                 last = start + len(part) >= want
                 self._counters["generation_tokens"] += len(part)
-                await event(chunk("".join(part), "length" if last else None))
-                due += script.itl_s * len(part)
+                await event(counted(chunk("".join(part), "length" if last else None), start + len(part)))
+                due += itl_s * len(part)
                 if script.die_at_request == number:
                     return self.drop_everything()
                 if _hits(script.reset_every, number):
@@ -356,7 +369,7 @@ class MockServer:
                     await asyncio.sleep(3600)
                 if _hits(script.garbage_every, number):
                     await event('{"choices": [{"text": ')
-        if (body.get("stream_options") or {}).get("include_usage") and not script.omit_usage:
+        if options.get("include_usage") and not script.omit_usage:
             await event({**base, "choices": [], "usage": wire.usage_payload(len(ids), want, streaming=True)})
         await event("[DONE]")
         writer.write(b"0\r\n\r\n")

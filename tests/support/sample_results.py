@@ -19,6 +19,7 @@ from pipeline.results import (
     Decision,
     Distribution,
     Environment,
+    FillTest,
     Gate,
     LoadLevel,
     Measurement,
@@ -29,10 +30,13 @@ from pipeline.results import (
     QualityDelta,
     Sample,
     SliceScore,
+    SloSearch,
+    SteadyWindow,
     Throughput,
     VariantVerdict,
     Verdict,
 )
+from tests.support.load_results import fill_test, probe, slo_search
 
 PROFILE = "demo"
 REFERENCE = "bf16"
@@ -191,12 +195,39 @@ def measurement(name: str) -> Measurement:
         weights=shape.weights,
         capacity=fits,
         levels=[_level(name, concurrency, fits.predicted_fitting_sequences or 1) for concurrency in LEVELS],
+        fill=_fill(fits),
+        searches=[_search(fits.predicted_fitting_sequences or 1)],
         requests_file=f"results/measure/{name}.requests.parquet",
         timeline_file=f"results/measure/{name}.timeline.jsonl",
         provenance=provenance(name),
         startup_s=41.3,
         wall_s=128.9,
     )
+
+
+def _fill(fits: Capacity) -> FillTest:
+    """A fill test that found the predicted number, early in the timeline."""
+    running = fits.predicted_fitting_sequences or 1
+    return fill_test(
+        offered=running + 4,
+        predicted_running=running,
+        observed_peak_running=running,
+        note=f"{running} of {running + 4} ran at once, 4 waited; {running} were predicted",
+        start_s=5001.0,
+        end_s=5006.0,
+    )
+
+
+def _search(fitting: int) -> SloSearch:
+    """Passed up to half of what fits, failed above."""
+    low = max(1, fitting // 2)
+    probes = [
+        probe(low),
+        probe(low + 1, decision="undecided", over_tpot=3),
+        probe(low + 2, decision="fail", over_tpot=9),
+    ]
+    note = f"the SLO holds at {low} streams and breaks at {low + 2}; between the two it isn't decided"
+    return slo_search(*probes, low=low, high=low + 1, note=note)
 
 
 def _level(name: str, concurrency: int, fitting: int) -> LoadLevel:
@@ -210,6 +241,11 @@ def _level(name: str, concurrency: int, fitting: int) -> LoadLevel:
     output_tokens = requests * 64
     duration = output_tokens / throughput
     return LoadLevel(
+        cell=f"level-{concurrency}",
+        warmup=concurrency,
+        goodput_rps=requests / duration if ttft < 2000 else 0.0,
+        steady=SteadyWindow(note="8 requests on 4 streams: more than 8 are needed"),
+        itl_ecdf_ms=[tpot * (0.6 + 0.05 * step) for step in range(21)],
         concurrency=concurrency,
         requests=requests,
         completed=requests,

@@ -12,10 +12,34 @@ from pipeline.errors import UserInputError
 from pipeline.load.records import RequestRecord, read_records, write_records
 
 RECORDS = [
-    RequestRecord(4, 0, 1234.5, 0.25, (0.1, 0.2, 0.30000000000000004), 0.85, 448, 4, 4, None),
-    RequestRecord(4, 1, 1234.6, None, (), 2.0, None, None, 4, "Bad Gateway"),
-    RequestRecord(16, 0, 1240.0, 0.25, (), None, 448, 1, 2, None),
+    RequestRecord(
+        "level-4",
+        4,
+        0,
+        True,
+        None,
+        1234.5,
+        0.25,
+        (0.1, 0.2, 0.30000000000000004),
+        (1, 1, 1, 1),
+        0.85,
+        448,
+        4,
+        4,
+        None,
+    ),
+    RequestRecord("level-4", 4, 1, False, None, 1234.6, None, (), (), 2.0, None, None, 4, "Bad Gateway"),
+    RequestRecord(
+        "open-1", None, 0, False, 1239.5, 1240.0, 0.25, (), (1,), None, None, None, 2, None, stopped=True
+    ),
 ]
+
+
+def test_every_request_has_one_outcome() -> None:
+    assert [record.outcome for record in RECORDS] == ["completed", "failed", "stopped"]
+    assert [record.completed for record in RECORDS] == [True, False, False]
+    assert [record.failed for record in RECORDS] == [False, True, False]
+    assert [record.origin_s for record in RECORDS] == [1234.5, 1234.6, 1239.5]
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeline.verdict.gates import (
 )
 from pipeline.verdict.policy import Policy, VariantIntent
 from tests.support import sample_results
+from tests.support.load_results import fill_test, probe, slo_search
 
 POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95)
 
@@ -45,7 +46,7 @@ def measurement(levels: list[dict[str, Any]] | None = None, **changes: Any) -> M
     """A sample measurement of variant awq with some fields replaced."""
     base = sample_results.measurement("awq")
     if levels is not None:
-        changes["levels"] = [level(**fields) for fields in levels]
+        changes = {"fill": None, "searches": [], "levels": [level(**fields) for fields in levels]} | changes
     return base.model_copy(update=changes)
 
 
@@ -123,6 +124,30 @@ def test_concurrency_observed(
 ) -> None:
     gate = concurrency_observed_gate(measurement(levels, capacity=capacity(blocks)), POLICY)
     assert (gate.decision, gate.value) == (decision, value)
+
+
+@pytest.mark.parametrize(
+    ("peak", "blocks", "decision"),
+    [(24, 106, "GO"), (12, 54, "NO-GO"), (20, 106, "INCONCLUSIVE"), (None, 106, "INCONCLUSIVE")],
+)
+def test_the_fill_tests_full_length_sequences_decide_where_there_is_one(
+    peak: int | None, blocks: int, decision: str
+) -> None:
+    """40 short requests at a level prove nothing about 24 of full length."""
+    own = measurement([{"concurrency": 40, "peak_running": 40}], capacity=capacity(blocks))
+    own = own.model_copy(update={"fill": fill_test(offered=28, observed_peak_running=peak)})
+    gate = concurrency_observed_gate(own, POLICY)
+    assert (gate.decision, gate.value) == (decision, peak)
+
+
+def test_a_failure_in_a_probe_counts() -> None:
+    own = measurement([{}]).model_copy(
+        update={"searches": [slo_search(probe(load=8, requests=52, failed=2))]}
+    )
+    gate = load_completed_gate(own, POLICY)
+    assert gate.decision == "NO-GO" and gate.why == "2 of 100 requests failed: 2 in the probe closed-8"
+    fine = measurement([{}]).model_copy(update={"searches": [slo_search(probe(load=8, requests=52))]})
+    assert load_completed_gate(fine, POLICY).decision == "GO"
 
 
 BF16 = VariantIntent(weights="bf16", kv_cache_dtype="bfloat16")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from pipeline.load.records import RequestRecord
 from pipeline.results import Measurement
-from pipeline.verdict.latency import RequestLatency, latency_gates, percentile_ms, request_latency
+from pipeline.verdict.latency import (
+    RequestLatency,
+    latency_gates,
+    percentile_ms,
+    request_latencies,
+    request_latency,
+)
 from pipeline.verdict.policy import Policy, Slo
-from tests.support import sample_results
+from tests.support import load_records, sample_results
 
 SLO = Slo(ttft_ms=2000, tpot_ms=100, percentile=0.9, confidence=0.99)
 POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95, slo=SLO)
@@ -104,8 +111,12 @@ def test_no_slo_no_gate() -> None:
 def test_request_latency(changes: dict[str, Any], ttft_ms: float | None, tpot_ms: float | None) -> None:
     """0.25 s to the first of 11 tokens, 0.75 s in all: ten gaps of 50 ms."""
     values: dict[str, Any] = {
+        "cell": "level-24",
         "level": 24,
         "index": 0,
+        "warmup": False,
+        "scheduled_s": None,
+        "chunk_tokens": (1,) * 11,
         "start_s": 100.0,
         "ttft_s": 0.25,
         "itls_s": (0.05,) * 10,
@@ -115,8 +126,20 @@ def test_request_latency(changes: dict[str, Any], ttft_ms: float | None, tpot_ms
         "requested_output_tokens": 11,
         "error": None,
     }
-    found = request_latency(RequestRecord(**(values | changes)))
+    found = request_latency(RequestRecord(**(values | changes)), 24)
     assert found == RequestLatency(concurrency=24, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+
+def test_only_the_levels_measured_requests_are_judged() -> None:
+    """Not the warm-up, not what was stopped, and not the fill test or a probe of the same concurrency."""
+    own = measurement(24)
+    own = own.model_copy(update={"levels": [own.levels[0].model_copy(update={"cell": "level-24"})]})
+    sent = [load_records.record(index, 0.0, 0.1, 0.01, level=24, cell="level-24") for index in range(3)]
+    sent += [load_records.record(3, 0.0, 0.1, 0.01, level=24, cell="level-24", warmup=True)]
+    sent += [load_records.record(4, 0.0, 0.1, 0.01, level=24, cell=cell) for cell in ("fill", "closed-24")]
+    sent += [dataclasses.replace(sent[0], index=5, stopped=True)]
+    found = request_latencies(own, sent)
+    assert [(latency.concurrency, latency.ttft_ms) for latency in found] == [(24, pytest.approx(100))] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""The search: with probes that know, and with simulated ones whose true limit is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from pipeline.load.bounds import Bound
+from pipeline.load.metrics import Limits
+from pipeline.load.search import Axis, search
+from pipeline.load.slo import SearchPlan, Slo, arrivals, make_judge, probe_result, search_result
+from tests.support.simulated_load import SimulatedSession
+from tests.support.slo_trials import (
+    CLOSED_PLAN,
+    KNEE,
+    closed_cell,
+    grid_requests,
+    open_cell,
+    run_cell,
+    run_search,
+)
+
+WHOLE = Axis(start=1, minimum=1, maximum=64, whole=True, resolution=0)
+
+
+def oracle(limit: float, undecided: tuple[float, ...] = ()) -> tuple[list[float], object]:
+    tried: list[float] = []
+
+    def probe(load: float) -> Bound:
+        tried.append(load)
+        return "undecided" if load in undecided else "pass" if load <= limit else "fail"
+
+    return tried, probe
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 21, 33, 63])
+@pytest.mark.parametrize("start", [1, 6, 64])
+def test_lands_on_any_limit_from_any_start(limit: int, start: int) -> None:
+    tried, probe = oracle(limit)
+    found = search(Axis(start, 1, 64, True, 0), probe)  # type: ignore[arg-type]
+    assert (found.low, found.high, found.stopped) == (limit, limit, False)
+    assert len(tried) == len(set(tried)) <= 13
+
+
+def test_limit_beyond_the_axis_and_none_at_all() -> None:
+    _, probe = oracle(100)
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (64, None)
+    _, probe = oracle(0)
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (None, 0)
+
+
+def test_undecided_stays_an_interval_and_is_never_rounded_up() -> None:
+    """19, 20 and 21 can't be told: 18 is the last that passed, 22 the first that failed."""
+    _, probe = oracle(18, undecided=(19, 20, 21))
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (18, 21)
+
+
+def test_undecided_at_the_top_of_the_climb_still_finds_where_it_fails() -> None:
+    _, probe = oracle(14, undecided=(15, 16, 17))
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (14, 17)
+    _, probe = oracle(63, undecided=(64,))
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (63, None)
+
+
+def test_budget_ends_it_with_a_wider_interval() -> None:
+    left = iter([True] * 5 + [False])
+    _, probe = oracle(21)
+    found = search(WHOLE, probe, may_go_on=lambda: next(left))  # type: ignore[arg-type]
+    assert found.stopped
+    assert found.low is not None and found.high is not None
+    assert found.low <= 21 <= found.high and found.high > found.low
+
+
+def test_rates_are_told_apart_by_the_resolution() -> None:
+    axis = Axis(start=1, minimum=0.1, maximum=100, whole=False, resolution=0.1)
+    tried, probe = oracle(7.3)
+    found = search(axis, probe)  # type: ignore[arg-type]
+    assert found.low is not None and found.high is not None
+    assert found.low <= 7.3 <= found.high * 1.1
+    assert found.high <= found.low * 1.1
+    assert len(tried) <= 10
+    assert len(axis.points()) == 1 + math.floor(math.log(1000) / math.log(1.1))
+
+
+def test_simulated_search_lands_on_the_true_limit_in_95_of_100_seeds() -> None:
+    """And does so with a fraction of the requests of a grid that judges every load by the same bound."""
+    searches = [run_search(seed) for seed in range(100)]
+    landed = sum((found.low, found.high) == (KNEE, KNEE) for found, _ in searches)
+    never_above = sum(found.low is not None and found.low <= KNEE for found, _ in searches)
+    assert landed >= 95 and never_above >= 95
+    spent = sum(requests for _, requests in searches) / len(searches)
+    assert spent <= 0.5 * grid_requests(seed=0)
+
+
+def test_a_smooth_limit_is_inside_the_interval() -> None:
+    """TPOT grows with every stream by a few percent: neighbours can't be told apart, the interval says so."""
+    plan = SearchPlan("closed", Axis(1, 1, 64, True, 0), max_requests=200)
+    slo = Slo(Limits(1e9, 40.0), 0.9, 0.95)
+    # gap x (1 + 0.02 (n - 1)) x exp(0.2 z) <= 40 ms at p90: 20 (1 + 0.02 (n - 1)) 1.2922 = 40, n = 28.4
+    covered = exact = 0
+    for seed in range(20):
+        found, _ = run_search(seed, plan=plan, slo=slo, knee=None, slowing=0.02)
+        assert found.low is not None
+        covered += found.low <= 28 and (found.high is None or found.high >= 28)
+        exact += found.low == found.high
+    assert covered >= 19
+    assert exact <= 10  # where it can't be told it isn't claimed
+
+
+def test_open_loop_passes_below_capacity_and_fails_above() -> None:
+    """Four slots of 1 s each serve 4 requests/s; the queue of an overload shows after the warm-up."""
+    plan = SearchPlan("open", Axis(1, 0.25, 16, False, 0.1), max_requests=120)
+    slo = Slo(Limits(2000, 1000), 0.9, 0.95)
+    probes = []
+
+    def probe(load: float) -> Bound:
+        cell_requests = plan.requests(load, slo)
+        records = open_run(load, cell_requests, slo, plan)
+        probes.append(probe_result(records, load, slo, plan))
+        return probes[-1].decision
+
+    found = search(plan.axis, probe)
+    result = search_result(plan, slo, found, probes, 1.0)
+    assert result.low is not None and 2.5 <= result.low <= 4.0
+    assert result.high is not None and result.high <= 4.6
+    assert all(item.schedule_lag_p99_ms == pytest.approx(0) for item in result.probes)
+
+
+def open_run(load: float, count: int, slo: Slo, plan: SearchPlan) -> list[object]:
+    session = SimulatedSession(slots=4, seed=3, ttft_s=0.2, gap_s=0.8 / 7, sigma=0.05)
+    return run_cell(session, open_cell(load, count, plan.warmup(load, slo)), make_judge(slo, plan, load))
+
+
+def test_a_saturated_client_decides_nothing() -> None:
+    session = SimulatedSession(slots=4, seed=3)
+    slo = Slo(Limits(2000, 1000), 0.9, 0.95)
+    records = run_cell(session, closed_cell(2, 60), make_judge(slo, CLOSED_PLAN, 2))
+    assert probe_result(records, 2, slo, CLOSED_PLAN, client_cpu_share=0.5).decision == "pass"
+    busy = probe_result(records, 2, slo, CLOSED_PLAN, client_cpu_share=0.97)
+    assert (busy.decision, busy.client_saturated) == ("undecided", True)
+
+
+def test_arrivals_are_poisson_at_the_rate_and_reproducible() -> None:
+    times = arrivals(4.0, 2000, "seed")
+    assert times == arrivals(4.0, 2000, "seed") != arrivals(4.0, 2000, "other")
+    assert times[-1] == pytest.approx(500)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(gap > 0 for gap in gaps)
+    mean = sum(gaps) / len(gaps)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)
+
+
+def test_an_slo_that_nothing_meets_says_so_with_the_best_seen() -> None:
+    slo = Slo(Limits(1, 1), 0.9, 0.95)
+    found, _, probes = run_search(0, slo=slo, with_probes=True)
+    result = search_result(CLOSED_PLAN, slo, found, probes, 1.0)
+    assert result.low is None
+    assert "no load meets the SLO: the best seen, at 1, is TTFT" in result.note
+    assert "the limits are 1 and 1 ms" in result.note
