@@ -278,9 +278,16 @@ class QualityDelta(Record):
     accuracy: float | None
     accuracy_ci: tuple[float, float] | None
     reference_accuracy: float | None
+    reference_chance: float | None = Field(default=None, description="accuracy of guessing")
     delta: float | None = Field(description="variant - reference")
-    delta_ci: tuple[float, float] | None
-    delta_se: float | None
+    delta_ci: tuple[float, float] | None = Field(
+        description="score interval that decides; in sequential mode the repeated interval of the look"
+    )
+    delta_se: float | None = Field(description="clustered where items share a source")
+    bootstrap_ci: tuple[float, float] | None = Field(
+        default=None, description="percentile bootstrap over clusters; shown, never decides"
+    )
+    design_effect: float | None = Field(default=None, description="items that are worth one independent item")
     confidence: float
     margin: float
     flips: int | None = Field(description="items whose correctness changed, both directions")
@@ -291,9 +298,24 @@ class QualityDelta(Record):
     items_to_decide: int | None = Field(
         description="items that would decide it if the truth is delta = 0; null if decided"
     )
+    smallest_margin: float | None = Field(
+        default=None,
+        description="margin at which these items would have decided with 80 % probability at delta = 0",
+    )
     noise_floor_flips: int | None = Field(description="flips of the A/A control")
     noise_floor_changed_answers: int | None
-    slices: dict[str, dict[str, Any]] = Field(description="slice -> n, delta, delta_ci")
+    noise_p: float | None = Field(
+        default=None,
+        description="one-sided exact p that the variant flips no more items than the A/A control",
+    )
+    within_noise: bool | None = Field(
+        default=None, description="true: the flip rate isn't above the A/A floor, so it is noise"
+    )
+    look: int | None = Field(default=None, description="sequential mode: the look that stopped it, from 1")
+    planned_looks: list[int] | None = Field(default=None, description="sequential mode: items at each look")
+    slices: dict[str, dict[str, Any]] = Field(
+        description="slice -> n, delta, delta_ci, p (exact), p_holm (corrected for the number of slices)"
+    )
 
 
 class Throughput(Record):

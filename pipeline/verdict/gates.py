@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.quality.statistics import items_to_exclude_margin, non_inferiority
+from pipeline.quality.power import items_to_exclude_margin
+from pipeline.quality.statistics import non_inferiority
 from pipeline.results import Capacity, Decision, Gate, Measurement, Provenance, QualityDelta
 from pipeline.verdict.policy import Policy, VariantIntent
 from pipeline.verdict.rule import Rule
