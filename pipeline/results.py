@@ -220,9 +220,25 @@ class Sample(Record):
     prompt_hash: str
     target_hash: str
     correct: bool
-    chosen: int
-    target: int
-    loglikelihoods: list[float] = Field(description="natural log, one per choice")
+    chosen: int | None = Field(description="index of the choice that was taken; null for a generated answer")
+    target: int | None = Field(description="index of the right choice; null for a generated answer")
+    loglikelihoods: list[float] = Field(
+        description="natural log, one per choice; empty for a generated answer"
+    )
+    prompt: str = Field(default="", description="as it was sent, chat template included")
+    choices: list[str] = Field(default_factory=list)
+    generated: str | None = Field(
+        default=None, description="the generated answer; null where choices are scored"
+    )
+    expected: str | None = Field(default=None, description="the right answer as text")
+    cut: bool = Field(default=False, description="the generated answer ended at the token limit")
+
+    @property
+    def answer(self) -> str | None:
+        """The answer as text, None where it wasn't kept."""
+        if self.chosen is None:
+            return self.generated
+        return self.choices[self.chosen] if self.chosen < len(self.choices) else None
 
 
 class SliceScore(Record):
@@ -247,6 +263,10 @@ class Quality(Record):
     accuracy_ci: tuple[float, float]
     slices: dict[str, SliceScore]
     samples: list[Sample]
+    looks: int = Field(default=1, ge=1, description="times that a sequential run looks; 1: a fixed sample")
+    spending: Literal["pocock", "obrien-fleming"] = Field(
+        default="pocock", description="how a sequential run spends its error over the looks"
+    )
     truncated_prompts: int
     lm_eval_version: str
     provenance: Provenance
@@ -310,6 +330,10 @@ class QualityDelta(Record):
     )
     within_noise: bool | None = Field(
         default=None, description="true: the flip rate isn't above the A/A floor, so it is noise"
+    )
+    untold: str | None = Field(
+        default=None,
+        description="why these items can't tell a loss whatever the interval says; null: they can",
     )
     look: int | None = Field(default=None, description="sequential mode: the look that stopped it, from 1")
     planned_looks: list[int] | None = Field(default=None, description="sequential mode: items at each look")

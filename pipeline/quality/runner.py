@@ -295,6 +295,9 @@ def _sample(entry: Mapping[str, Any], item: Item, yaml_path: Path) -> Sample:
         chosen=chosen,
         target=item.answer,
         loglikelihoods=loglikelihoods,
+        prompt=item.prompt,
+        choices=list(item.choices),
+        expected=item.choices[item.answer],
     )
 
 

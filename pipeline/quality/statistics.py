@@ -81,6 +81,10 @@ def pair(reference: Sequence[Sample], variant: Sequence[Sample]) -> list[tuple[S
                 f"runs over different {what} can't be compared: {_named(changed)} changed between the reference's run "
                 "and the variant's; run the stage quality again for both"
             )
+    for side, samples in sides.items():
+        odd = [sample.id for sample in samples if not all(map(math.isfinite, sample.loglikelihoods))]
+        if odd:
+            raise UserInputError(f"the {side} has scores that are no numbers: {_named(odd)}")
     return [(sample, by_id["variant"][sample.id]) for sample in reference]
 
 
@@ -112,6 +116,10 @@ def compare(
     differences = _differences(pairs)
     clusters = [first.cluster for first, _ in pairs]
     n = len(pairs)
+    if n < 2:
+        raise UserInputError(
+            "one item is no comparison; at least 2 are needed, and hundreds to decide anything"
+        )
     gained, lost = differences.count(1), differences.count(-1)
     right = sum(second.correct for _, second in pairs)
     interval = paired_interval(differences, clusters, level)
@@ -145,6 +153,7 @@ def compare(
         noise_floor_changed_answers=None if floor is None else floor["changed_answers"],
         noise_p=None if floor is None else floor["p"],
         within_noise=None if floor is None else floor["within"],
+        untold=_why_untold(pairs, confidence),
         look=look,
         planned_looks=None if looks is None else list(looks.items),
         slices=_slice_deltas(pairs, confidence),
@@ -188,12 +197,37 @@ def _noise(pairs: Sequence[tuple[Sample, Sample]], control: Sequence[Sample]) ->
 
 
 def _same_answer(first: Sample, second: Sample) -> bool:
-    return first.chosen == second.chosen and first.loglikelihoods == second.loglikelihoods
+    return all(
+        getattr(first, key) == getattr(second, key) for key in ("chosen", "generated", "loglikelihoods")
+    )
+
+
+def _why_untold(pairs: Sequence[tuple[Sample, Sample]], confidence: float) -> str | None:
+    """Why no loss could show on these items, or None. A GO would then say something about the set, not the variant."""
+    n, right = len(pairs), sum(first.correct for first, _ in pairs)
+    if right in (0, n) and right == sum(second.correct for _, second in pairs):
+        kind = "right" if right else "wrong"
+        return f"reference and variant are {kind} on all {n} items: a set that scores everything alike can't tell models apart"
+    chance = _chance([first for first, _ in pairs])
+    if wilson_interval(right, n, confidence)[0] <= chance:
+        return (
+            f"the reference is right on {right} of {n} items, which isn't above guessing ({chance:.0%}): "
+            "there is no ability that a variant could lose"
+        )
+    return None
+
+
+def flipped(reference: Sequence[Sample], variant: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Both answers of each item whose correctness changed: the losses first, then by slice and id. A sequential run's items only."""
+    kept = {sample.id for sample in variant}
+    pairs = pair([sample for sample in reference if sample.id in kept], variant)
+    found = [(first, second) for first, second in pairs if first.correct != second.correct]
+    return sorted(found, key=lambda both: (both[1].correct, both[0].slice, both[0].id))
 
 
 def _chance(samples: Sequence[Sample]) -> float:
-    """Accuracy of guessing."""
-    return math.fsum(1 / len(sample.loglikelihoods) for sample in samples) / len(samples)
+    """Accuracy of guessing: one in the number of choices, 0 for an answer that is generated."""
+    return math.fsum(1 / len(s.loglikelihoods) for s in samples if s.loglikelihoods) / len(samples)
 
 
 def _differences(pairs: Sequence[tuple[Sample, Sample]]) -> list[int]:
@@ -202,7 +236,7 @@ def _differences(pairs: Sequence[tuple[Sample, Sample]]) -> list[int]:
 
 
 def _changed_answers(pairs: Sequence[tuple[Sample, Sample]]) -> int:
-    return sum(1 for first, second in pairs if first.chosen != second.chosen)
+    return sum(1 for a, b in pairs if (a.chosen, a.generated) != (b.chosen, b.generated))
 
 
 def _slice_deltas(pairs: Sequence[tuple[Sample, Sample]], confidence: float) -> dict[str, dict[str, Any]]:

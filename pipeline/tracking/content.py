@@ -7,14 +7,17 @@ filter on a parameter drops the runs that don't have it.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
+from pipeline.report.sections.quality import score_lead
 from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -108,6 +111,30 @@ def gate_columns(result: VariantVerdict) -> dict[str, list[Any]]:
     """A variant's gates, column by column."""
     keys = ("name", "decision", "value", "limit", "unit", "gating", "why")
     return {key: [getattr(gate, key) for gate in result.gates] for key in keys}
+
+
+def flip_columns(bundle: ResultBundle, variant: str) -> dict[str, list[Any]]:
+    """Every item that a variant answers differently from the reference, column by column; empty where there is none."""
+    base, own = bundle.qualities.get(bundle.verdict.reference), bundle.qualities.get(variant)
+    if base is None or own is None or bundle.verdict.variants[variant].quality is None:
+        return {}
+    rows = [
+        {
+            "item": first.id,
+            "slice": first.slice,
+            "change": "gained" if second.correct else "lost",
+            "prompt": first.prompt,
+            "right_answer": first.expected,
+            "reference_answer": first.answer,
+            "variant_answer": second.answer,
+            "reference_lead_nats": score_lead(first),
+            "variant_lead_nats": score_lead(second),
+            "reference_scores": json.dumps(first.loglikelihoods),
+            "variant_scores": json.dumps(second.loglikelihoods),
+        }
+        for first, second in flipped(base.samples, own.samples)
+    ]
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
 def _common_params(bundle: ResultBundle) -> dict[str, Any]:
@@ -233,6 +260,7 @@ def _quality_figures(result: VariantVerdict, quality: Quality | None) -> dict[st
             "noise_floor_flips": delta.noise_floor_flips,
             "mcnemar_p": delta.mcnemar_p,
             "items_to_decide": delta.items_to_decide,
+            "smallest_margin": delta.smallest_margin,
         }
         figures |= {f"slice/{label}_delta": found.get("delta") for label, found in delta.slices.items()}
     return figures

@@ -300,6 +300,9 @@ def _samples(name: str, n: int = 300) -> list[Sample]:
                 chosen=chosen,
                 target=target,
                 loglikelihoods=[-2.0 if choice == chosen else -6.5 for choice in range(4)],
+                prompt=f"Question {index} | about <{SLICES[index % len(SLICES)]}>:\nthe answer is",
+                choices=[f" choice {choice}" for choice in "abcd"],
+                expected=f" choice {'abcd'[target]}",
             )
         )
     return samples
@@ -372,7 +375,7 @@ def _quality_delta(reference: Quality, own: Quality) -> QualityDelta:
         before = [sample for sample in reference.samples if sample.slice == label]
         after = [sample for sample in own.samples if sample.slice == label]
         count, slice_delta, slice_interval, *_ = _paired(before, after)
-        slices[label] = {"n": count, "delta": slice_delta, "delta_ci": list(slice_interval)}
+        slices[label] = {"n": count, "delta": slice_delta, "delta_ci": list(slice_interval), "p_holm": 1.0}
     undecided = interval[0] <= -MARGIN <= interval[1]
     return QualityDelta(
         n=n,

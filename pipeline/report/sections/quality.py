@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary
 from pipeline.report.sections.base import Section
-from pipeline.report.table import Cell, Column, Table, figure, name
+from pipeline.report.table import Cell, Column, Table, figure, name, words
 from pipeline.report.wording import (
     NOT_MEASURED,
     count,
     listing,
+    number,
     percent,
     percent_interval,
     points,
     points_interval,
     probability,
 )
-from pipeline.results import QualityDelta, SliceScore
+from pipeline.results import QualityDelta, Sample, SliceScore
 
 HEAT_FULL_SCALE = 0.10
 """Accuracy difference that gets the full tint: 10 points, about what a slice of 50 items can show at all."""
 NOISE_TINT = 0.2
-"""Share of the tint that is left where the interval covers 0: noise must not look like a finding."""
+"""Share of the tint that is left where a slice's p, corrected for the number of slices, isn't small: noise must not look
+like a finding."""
+SHOWN_FLIPS = 40
+"""Flipped items shown per variant; all of them are in MLflow's table and in the result files."""
+SHOWN_CHARS = 220
+"""Of a prompt: its end, where the question is."""
 
 
 def section(bundle: ResultBundle) -> Section:
@@ -44,7 +52,12 @@ def section(bundle: ResultBundle) -> Section:
         "quality",
         "Quality",
         intro,
-        [delta_table(bundle), slice_delta_table(bundle), slice_accuracy_table(bundle)],
+        [
+            delta_table(bundle),
+            slice_delta_table(bundle),
+            slice_accuracy_table(bundle),
+            *flip_tables(bundle),
+        ],
     )
 
 
@@ -56,9 +69,9 @@ def delta_table(bundle: ResultBundle) -> Table:
         own = bundle.qualities.get(variant)
         if variant == bundle.verdict.reference and own is not None:
             accuracy = figure(percent(own.accuracy), note=percent_interval(own.accuracy_ci))
-            rows.append([name(variant, note="reference"), figure(count(own.n)), accuracy, *[Cell("–")] * 6])
+            rows.append([name(variant, note="reference"), figure(count(own.n)), accuracy, *[Cell("–")] * 7])
         elif delta is None:
-            rows.append([name(variant), *[Cell(NOT_MEASURED, "missing")] * 8])
+            rows.append([name(variant), *[Cell(NOT_MEASURED, "missing")] * 9])
         else:
             note = "A/A control" if variant == bundle.verdict.control else ""
             rows.append([name(variant, note=note), *_delta_cells(delta)])
@@ -68,12 +81,23 @@ def delta_table(bundle: ResultBundle) -> Table:
             Column("Variant"),
             Column("Items", numeric=True),
             Column("Accuracy", "with its confidence interval", True),
-            Column("Change (pt)", "variant - reference, with its confidence interval", True),
-            Column("Flips", "items whose correctness changed: lost + gained", True),
+            Column(
+                "Change (pt)",
+                "variant - reference, with the score interval that decides, and the bootstrap's beside it",
+                True,
+            ),
+            Column(
+                "Flips", "items whose correctness changed: lost + gained; noise where not above the A/A", True
+            ),
             Column("A/A flips", "the same for the reference run twice", True),
             Column("Changed answers", "items whose chosen answer changed, right or wrong; A/A below", True),
             Column("McNemar p", "exact test that losses and gains are equally likely", True),
             Column("Items to decide", "how many items would decide it if the true change were 0", True),
+            Column(
+                "Smallest margin (pt)",
+                "that these items would have decided, in 4 of 5 cases, at no change",
+                True,
+            ),
         ],
         rows,
     )
@@ -84,16 +108,27 @@ def _delta_cells(delta: QualityDelta) -> list[Cell]:
     return [
         figure(count(delta.n)),
         figure(percent(delta.accuracy), note=_unless_missing(percent_interval(delta.accuracy_ci))),
-        figure(points(delta.delta), note=_unless_missing(points_interval(delta.delta_ci))),
+        figure(points(delta.delta), note=_intervals(delta)),
         figure(
             count(delta.flips),
             note="" if delta.flips_lost is None else f"{delta.flips_lost} lost + {delta.flips_gained} gained",
+            tags=("noise",) if delta.within_noise and delta.flips else (),
         ),
         figure(count(delta.noise_floor_flips)),
         figure(count(delta.changed_answers), note=f"A/A {count(delta.noise_floor_changed_answers)}"),
         figure(probability(delta.mcnemar_p)),
         Cell("decided") if decided else figure(count(delta.items_to_decide)),
+        figure(NOT_MEASURED if delta.smallest_margin is None else f"{100 * delta.smallest_margin:.1f}"),
     ]
+
+
+def _intervals(delta: QualityDelta) -> str:
+    lines = [_unless_missing(points_interval(delta.delta_ci))]
+    if delta.bootstrap_ci is not None:
+        lines.append(f"bootstrap {points_interval(delta.bootstrap_ci)}")
+    if delta.look is not None and delta.planned_looks is not None:
+        lines.append(f"look {delta.look} of {len(delta.planned_looks)}")
+    return "\n".join(line for line in lines if line)
 
 
 def _unless_missing(text: str) -> str:
@@ -104,7 +139,10 @@ def slice_delta_table(bundle: ResultBundle) -> Table:
     """Slices down, variants across: the change in points, tinted, with its interval."""
     compared = [variant for variant in bundle.variants if variant != bundle.verdict.reference]
     deltas = {variant: bundle.verdict.variants[variant].quality for variant in compared}
-    slices = sorted({label for delta in deltas.values() if delta for label in delta.slices})
+    slices = sorted(
+        {label for delta in deltas.values() if delta for label in delta.slices},
+        key=lambda label: (worst_loss(deltas.values(), label), label),
+    )
     rows = [
         [
             name(label, note=_items(deltas, label)),
@@ -117,8 +155,16 @@ def slice_delta_table(bundle: ResultBundle) -> Table:
         for variant in compared
     ]
     return Table(
-        "Change by slice (pt; strong tint where the interval excludes 0)", [Column("Slice"), *columns], rows
+        "Change by slice, the worst loss first (pt; strong tint where it holds over all slices together)",
+        [Column("Slice"), *columns],
+        rows,
     )
+
+
+def worst_loss(deltas: Iterable[QualityDelta | None], label: str) -> float:
+    """The lowest change of a slice over the variants; 0 where none was measured."""
+    found = [delta.slices[label].get("delta") for delta in deltas if delta and label in delta.slices]
+    return min((change for change in found if change is not None), default=0.0)
 
 
 def _items(deltas: dict[str, QualityDelta | None], label: str) -> str:
@@ -131,11 +177,14 @@ def _slice_cell(delta: QualityDelta | None, label: str) -> Cell:
     change = found.get("delta")
     if change is None:
         return Cell(NOT_MEASURED, "missing")
-    interval = found.get("delta_ci")
+    corrected = found.get("p_holm")
     heat = max(-1.0, min(1.0, change / HEAT_FULL_SCALE))
-    if interval is None or interval[0] <= 0 <= interval[1]:
+    if corrected is None or delta is None or corrected > 1 - delta.confidence:
         heat *= NOISE_TINT
-    return figure(points(change), note=_unless_missing(points_interval(interval)), heat=heat)
+    note = _unless_missing(points_interval(found.get("delta_ci")))
+    if corrected is not None:
+        note += f"\np {probability(corrected)}"
+    return figure(points(change), note=note, heat=heat)
 
 
 def slice_accuracy_table(bundle: ResultBundle) -> Table:
@@ -164,3 +213,70 @@ def slice_accuracy_table(bundle: ResultBundle) -> Table:
         ],
         rows,
     )
+
+
+def flip_tables(bundle: ResultBundle) -> list[Table]:
+    """Where each variant went another way than the reference: prompt, both answers, both scores; the losses first."""
+    tables = []
+    base = bundle.qualities.get(bundle.verdict.reference)
+    for variant in bundle.variants:
+        own, delta = bundle.qualities.get(variant), bundle.verdict.variants[variant].quality
+        # Without a delta the runs could not be paired: then there is no such thing as a flip.
+        if base is None or own is None or delta is None or variant == bundle.verdict.reference:
+            continue
+        found = flipped(base.samples, own.samples)
+        if not found:
+            continue
+        more = f" (the first {SHOWN_FLIPS} of {len(found)})" if len(found) > SHOWN_FLIPS else ""
+        rows = [_flip_row(first, second) for first, second in found[:SHOWN_FLIPS]]
+        tables.append(
+            Table(
+                f"Items that {variant} answers differently{more}",
+                [
+                    Column("Item"),
+                    Column("Prompt", "its end"),
+                    Column("Right answer"),
+                    Column(
+                        "Reference", "its answer, and the right choice's lead over the best wrong one in nats"
+                    ),
+                    Column(
+                        variant, "its answer, and the right choice's lead over the best wrong one in nats"
+                    ),
+                ],
+                rows,
+            )
+        )
+    return tables
+
+
+def _flip_row(first: Sample, second: Sample) -> list[Cell]:
+    end = first.prompt[-SHOWN_CHARS:]
+    return [
+        name(first.id, note=f"{first.slice}, {'gained' if second.correct else 'lost'}"),
+        words(("…" if len(first.prompt) > SHOWN_CHARS else "") + end if end.strip() else None),
+        words(_quoted(first.expected)),
+        _answer_cell(first),
+        _answer_cell(second),
+    ]
+
+
+def _answer_cell(sample: Sample) -> Cell:
+    shown = "right" if sample.correct else "wrong"
+    lead = score_lead(sample)
+    if lead is not None:
+        shown += f", {number(lead)} nats"
+    if sample.cut:
+        shown += ", cut"
+    return words(_quoted(sample.answer), note=shown)
+
+
+def score_lead(sample: Sample) -> float | None:
+    """Loglikelihood of the right choice minus the best wrong one's: above 0 where the answer is right. None if generated."""
+    if sample.target is None or len(sample.loglikelihoods) < 2:
+        return None
+    right = sample.loglikelihoods[sample.target]
+    return right - max(v for place, v in enumerate(sample.loglikelihoods) if place != sample.target)
+
+
+def _quoted(text: str | None) -> str | None:
+    return None if text is None else f"“{text.strip()}”"

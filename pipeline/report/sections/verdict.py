@@ -115,8 +115,9 @@ def delta_cell(verdict: Verdict, variant: str) -> Cell:
 
 
 def flips_text(delta: QualityDelta) -> str:
-    """`23 flips, A/A 0`."""
-    return f"flips {count(delta.flips)}, A/A {count(delta.noise_floor_flips)}"
+    """`flips 23, A/A 0`, and that they are noise where they don't stand out from the control's."""
+    noise = ": noise" if delta.within_noise and delta.flips else ""
+    return f"flips {count(delta.flips)}, A/A {count(delta.noise_floor_flips)}{noise}"
 
 
 def speed_cell(result: VariantVerdict) -> Cell:

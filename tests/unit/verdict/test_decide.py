@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
-from pipeline.results import Decision, Gate, Measurement, Quality, Verdict
+from pipeline.results import Decision, Gate, Measurement, Quality, Sample, Verdict
 from pipeline.verdict.decide import build_verdict, decide
 from pipeline.verdict.latency import RequestLatency
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
@@ -157,14 +159,100 @@ def test_no_control_is_shown_as_not_measured() -> None:
     assert quality is not None and quality.noise_floor_flips is None
 
 
+Spoil = Callable[[list[Sample]], list[Sample]]
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "fewer items": (lambda found: found[:-3], "different items can't be compared: only the reference has"),
+    "an item twice": (lambda found: [*found, found[0]], "items twice"),
+    "one item": (lambda found: found[:1], "different items"),
+    "no item": (lambda found: [], "no eval samples"),
+    "another prompt": (
+        lambda found: [found[0].model_copy(update={"prompt_hash": "x"}), *found[1:]],
+        "different prompts can't be compared",
+    ),
+    "another target": (
+        lambda found: [found[0].model_copy(update={"target_hash": "x"}), *found[1:]],
+        "different targets can't be compared",
+    ),
+    "no number": (
+        lambda found: [found[0].model_copy(update={"loglikelihoods": [math.nan] * 4}), *found[1:]],
+        "scores that are no numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_cant_be_paired_is_inconclusive_with_the_reason_and_spares_the_others(name: str) -> None:
+    spoil, says = SPOILED[name]
+    results = sample_results.sample_results()
+    own = results.qualities["bf16-fp8kv"]
+    assert own is not None
+    found = verdict(qualities={"bf16-fp8kv": own.model_copy(update={"samples": spoil(own.samples)})})
+    gate = gates_of(found, "bf16-fp8kv")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and says in gate.why
+    assert found.variants["bf16-fp8kv"].decision == "INCONCLUSIVE"
+    assert found.variants["bf16-fp8kv"].quality is None
+    assert gates_of(found, "bf16-again")["quality"].decision == "GO"
+
+
 def test_runs_over_another_eval_set_are_refused() -> None:
     results = sample_results.sample_results()
     awq = results.qualities["awq"]
     assert awq is not None
-    with pytest.raises(
-        UserInputError, match="eval set or its sample changed between the runs of bf16 and awq"
-    ):
-        verdict(qualities={"awq": awq.model_copy(update={"sample_seed": awq.sample_seed + 1})})
+    found = verdict(qualities={"awq": awq.model_copy(update={"sample_seed": awq.sample_seed + 1})})
+    gate = gates_of(found, "awq")["quality"]
+    assert gate.decision == "INCONCLUSIVE"
+    assert "eval set or its sample changed between the runs of bf16 and awq" in gate.why
+
+
+def test_a_control_over_other_items_takes_the_floor_away_and_nothing_else() -> None:
+    results = sample_results.sample_results()
+    again = results.qualities["bf16-again"]
+    assert again is not None
+    found = verdict(qualities={"bf16-again": again.model_copy(update={"samples": again.samples[:-1]})})
+    fp8 = found.variants["bf16-fp8kv"].quality
+    assert fp8 is not None and fp8.flips == 3 and fp8.noise_floor_flips is None
+    assert gates_of(found, "bf16-fp8kv")["quality"].decision == "GO"
+
+
+@pytest.mark.parametrize(("right", "says"), [(True, "right on all 300"), (False, "wrong on all 300")])
+def test_a_set_that_scores_everything_alike_decides_nothing(right: bool, says: str) -> None:
+    results = sample_results.sample_results()
+    alike = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        samples = [sample.model_copy(update={"correct": right}) for sample in quality.samples]
+        alike[name] = quality.model_copy(update={"samples": samples})
+    found = verdict(qualities=alike)
+    gate = gates_of(found, "bf16-fp8kv")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and says in gate.why
+
+
+def test_a_reference_that_guesses_decides_nothing() -> None:
+    """75 of 300 right with four choices: whatever a variant does, no ability is lost."""
+    results = sample_results.sample_results()
+    guessing = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        samples = [s.model_copy(update={"correct": i % 4 == 0}) for i, s in enumerate(quality.samples)]
+        guessing[name] = quality.model_copy(update={"samples": samples})
+    gate = gates_of(verdict(qualities=guessing), "awq")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and "isn't above guessing (25%)" in gate.why
+
+
+def test_a_sequential_run_is_judged_at_its_look() -> None:
+    """Both hold what the stage leaves: the reference everything, the variant the items up to the look that decided."""
+    results = sample_results.sample_results()
+    stopped = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        kept = quality.samples[:200] if name == "bf16-fp8kv" else quality.samples
+        stopped[name] = quality.model_copy(update={"samples": kept, "looks": 3})
+    found = verdict(qualities=stopped)
+    delta = found.variants["bf16-fp8kv"].quality
+    assert delta is not None and (delta.n, delta.look, delta.planned_looks) == (200, 2, [100, 200, 300])
+    assert gates_of(found, "bf16-fp8kv")["quality"].decision == "GO"
+    broken = stopped | {"awq": stopped["awq"].model_copy(update={"samples": stopped["awq"].samples[:150]})}
+    assert "none of the planned looks" in gates_of(verdict(qualities=broken), "awq")["quality"].why
 
 
 def test_unknown_reference_is_refused() -> None:

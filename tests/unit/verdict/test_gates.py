@@ -14,10 +14,9 @@ from pipeline.verdict.gates import (
     fitting_sequences,
     kernel_provenance_gate,
     load_completed_gate,
-    quality_gate,
-    reference_quality_gate,
 )
 from pipeline.verdict.policy import Policy, VariantIntent
+from pipeline.verdict.quality import quality_gate, reference_quality_gate
 from tests.support import sample_results
 
 POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95)
@@ -202,37 +201,54 @@ def delta(interval: tuple[float, float] | None, **changes: Any) -> QualityDelta:
     ],
 )
 def test_quality(interval: tuple[float, float] | None, decision: str) -> None:
-    gate = quality_gate(delta(interval), None, POLICY)
+    gate = quality_gate(delta(interval), None, 0.02)
     assert (gate.decision, gate.limit) == (decision, -0.02)
 
 
 def test_quality_inconclusive_says_the_items_needed() -> None:
-    assert "about 980 items would decide it" in quality_gate(delta((-0.035, 0.01)), None, POLICY).why
+    assert "about 980 items would decide it" in quality_gate(delta((-0.035, 0.01)), None, 0.02).why
 
 
 def test_quality_inconclusive_with_enough_items_says_what_the_observed_loss_takes() -> None:
-    gate = quality_gate(delta((-0.035, 0.01), items_to_decide=250), None, POLICY)
+    gate = quality_gate(delta((-0.035, 0.01), items_to_decide=250), None, 0.02)
     assert "250 items would have decided it" in gate.why
     assert "at the observed one about 1660 would" in gate.why  # 1.96² · 300 · 0.012² / 0.01²
 
 
 def test_quality_without_a_significant_difference_is_no_go_for_lack_of_evidence() -> None:
     """Delta 0, p = 1, and an interval that reaches below the margin: not a GO."""
-    gate = quality_gate(delta((-0.05, 0.05), delta=0.0, mcnemar_p=1.0), None, POLICY)
+    gate = quality_gate(delta((-0.05, 0.05), delta=0.0, mcnemar_p=1.0), None, 0.02)
     assert gate.decision == "INCONCLUSIVE"
 
 
 def test_quality_with_a_reference_that_differs_from_itself() -> None:
     noisy = delta((-0.08, -0.03), mcnemar_p=0.001, flips=40)
-    gate = quality_gate(delta((-0.01, 0.02)), noisy, POLICY)
+    gate = quality_gate(delta((-0.01, 0.02)), noisy, 0.02)
     assert gate.decision == "INCONCLUSIVE" and "second run (40 flips" in gate.why
-    assert quality_gate(delta((-0.01, 0.02)), delta((-0.02, 0.02), mcnemar_p=0.04), POLICY).decision == "GO"
+    assert quality_gate(delta((-0.01, 0.02)), delta((-0.02, 0.02), mcnemar_p=0.04), 0.02).decision == "GO"
+
+
+def test_a_refusal_to_compare_is_inconclusive_with_its_reason() -> None:
+    gate = quality_gate(
+        delta((-0.01, 0.02)), None, 0.02, refusal="runs over different items can't be compared"
+    )
+    assert (gate.decision, gate.value) == ("INCONCLUSIVE", None) and "different items" in gate.why
+
+
+def test_items_that_could_not_show_a_loss_are_no_go_ahead() -> None:
+    gate = quality_gate(delta((-0.01, 0.02), untold="everything is scored alike"), None, 0.02)
+    assert gate.decision == "INCONCLUSIVE" and "scored alike" in gate.why
+
+
+def test_a_sequential_verdict_says_its_look() -> None:
+    gate = quality_gate(delta((-0.01, 0.02), look=2, planned_looks=[100, 200, 300]), None, 0.02)
+    assert gate.decision == "GO" and "(look 2 of 3)" in gate.why
 
 
 def test_reference_quality() -> None:
-    gate = reference_quality_gate(True, POLICY)
+    gate = reference_quality_gate(True, 0.02)
     assert (gate.decision, gate.value) == ("GO", 0.0) and "by definition" in gate.why
-    assert reference_quality_gate(False, POLICY).decision == "INCONCLUSIVE"
+    assert reference_quality_gate(False, 0.02).decision == "INCONCLUSIVE"
 
 
 def test_nothing_measured_is_inconclusive_everywhere() -> None:
@@ -242,7 +258,7 @@ def test_nothing_measured_is_inconclusive_everywhere() -> None:
         load_completed_gate(None, POLICY),
         concurrency_observed_gate(None, POLICY),
         kernel_provenance_gate(BF16, []),
-        quality_gate(None, None, POLICY),
+        quality_gate(None, None, 0.02),
     ]
     assert {gate.decision for gate in gates} == {"INCONCLUSIVE"}
     assert all(gate.value is None and gate.why for gate in gates)
