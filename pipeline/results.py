@@ -250,17 +250,58 @@ class SliceScore(Record):
     chance: float
 
 
+class RollingText(Record):
+    """One text whose own likelihood was measured."""
+
+    id: str
+    slice: str
+    cluster: str
+    doc_hash: str
+    loglikelihood: float = Field(description="natural log, of the whole text")
+    utf8_bytes: int
+
+
+class TaskFormat(Record):
+    """How a task was put to the model, and what can go wrong with that without a word."""
+
+    chat_template: bool
+    fewshot: int | None = Field(description="examples before each prompt; null: as the task's yaml says")
+    bos_tokens: int | None = Field(description="BOS tokens that a prompt begins with, counted")
+    truncated_prompts: int = Field(
+        description="prompts that were cut; more than none only where that is allowed"
+    )
+    empty_answers: int
+    cut_answers: int = Field(description="generated answers that ended at the token limit")
+
+
+class TaskScores(Record):
+    """One task of an eval set."""
+
+    task: str
+    kind: str = Field(description="lm-eval's output_type, or benchmark for one of its own tasks")
+    n: int
+    accuracy: float | None = Field(description="null where texts are measured instead of answers")
+    accuracy_ci: tuple[float, float] | None
+    slices: dict[str, SliceScore]
+    samples: list[Sample]
+    texts: list[RollingText]
+    format: TaskFormat
+
+
 class Quality(Record):
     """`results/quality/<variant>.json`."""
 
     variant: str
     profile: str
     evalset: str
+    task: str = Field(
+        default="", description="lm-eval task of the figures below; further tasks are in `further`"
+    )
     evalset_sha256: str
     sample_seed: int
     n: int
-    accuracy: float
-    accuracy_ci: tuple[float, float]
+    accuracy: float | None
+    accuracy_ci: tuple[float, float] | None
     slices: dict[str, SliceScore]
     samples: list[Sample]
     looks: int = Field(default=1, ge=1, description="times that a sequential run looks; 1: a fixed sample")
@@ -268,6 +309,10 @@ class Quality(Record):
         default="pocock", description="how a sequential run spends its error over the looks"
     )
     truncated_prompts: int
+    format: TaskFormat | None = None
+    further: dict[str, TaskScores] = Field(
+        default_factory=dict, description="the set's further tasks by name, each with a gate of its own"
+    )
     lm_eval_version: str
     provenance: Provenance
     wall_s: float
@@ -342,6 +387,36 @@ class QualityDelta(Record):
     )
 
 
+class Estimate(Record):
+    """A figure with its standard error and confidence interval, null where there is too little to tell."""
+
+    value: float
+    se: float | None
+    ci: tuple[float, float] | None
+
+
+class Divergence(Record):
+    """Next-token distributions of a variant against the reference's on one fixed token stream. Natural log."""
+
+    stream_sha256: str
+    prompts: int
+    tokens: int = Field(description="positions that were scored")
+    top_k: int = Field(description="likeliest tokens known of each position")
+    reference_perplexity: float
+    perplexity: float
+    perplexity_ratio: Estimate = Field(description="variant / reference")
+    kl: Estimate = Field(
+        description="mean top-k-truncated KL divergence (nats): all but the tokens known of both sides is lumped, "
+        "which makes it a lower bound"
+    )
+    kl_percentiles: dict[str, Estimate]
+    kl_tail_mass: float = Field(description="mean probability of the reference that was lumped")
+    same_top1: Estimate = Field(description="share of positions with the same likeliest token")
+    delta_p_mean: Estimate = Field(description="probability of the stream's token, variant - reference")
+    delta_p_rms: Estimate
+    delta_p_percentiles: dict[str, Estimate]
+
+
 class Throughput(Record):
     """The levels' figures that people compare first."""
 
@@ -359,6 +434,13 @@ class VariantVerdict(Record):
     gates: list[Gate]
     capacity: Capacity | None
     quality: QualityDelta | None
+    divergence: Divergence | None = None
+    further: dict[str, QualityDelta] = Field(
+        default_factory=dict, description="the eval set's further tasks, each with a gate of its own"
+    )
+    perplexity_ratios: dict[str, Estimate] = Field(
+        default_factory=dict, description="rolling tasks: byte perplexity, variant / reference"
+    )
     throughput: Throughput | None
     provenance: Provenance | None
 

@@ -16,12 +16,13 @@ from pipeline.quality.intervals import (
     clustered_se,
     design_effect,
     paired_interval,
+    two_sided_z,
     wilson_interval,
 )
 from pipeline.quality.power import items_to_decide, smallest_margin
 from pipeline.quality.sequential import Looks, confidence_at
 from pipeline.quality.significance import holm, mcnemar_exact, more_flips_exact, sign_flip_exact
-from pipeline.results import Decision, QualityDelta, Sample, SliceScore
+from pipeline.results import Decision, Estimate, QualityDelta, RollingText, Sample, SliceScore
 
 POWER = 0.8  # of the sample-size figure; the field's usual choice
 NAMED_ITEMS = 5  # items a refusal names before it only counts
@@ -158,6 +159,35 @@ def compare(
         planned_looks=None if looks is None else list(looks.items),
         slices=_slice_deltas(pairs, confidence),
     )
+
+
+def perplexity_ratio(
+    reference: Sequence[RollingText], variant: Sequence[RollingText], confidence: float
+) -> Estimate:
+    """Variant's byte perplexity over the reference's, on the same texts: exp(Σ(ll_ref − ll_var) / Σbytes).
+
+    The standard error is the ratio estimator's, with texts of one source together (Cochran 1977, Sampling Techniques, section
+    6.4), carried through the exponential by the delta method. `UserInputError` where the texts differ.
+    """
+    theirs = {text.id: text for text in variant}
+    changed = [t.id for t in reference if t.id not in theirs or theirs[t.id].doc_hash != t.doc_hash]
+    if changed or len(theirs) != len(reference) or not reference:
+        raise UserInputError(
+            f"runs over different texts can't be compared: {_named(changed) or 'the numbers differ'}"
+        )
+    losses = [text.loglikelihood - theirs[text.id].loglikelihood for text in reference]
+    if not all(map(math.isfinite, losses)):
+        raise UserInputError("a text's likelihood is no number, so nothing can be compared")
+    total = sum(text.utf8_bytes for text in reference)
+    log = math.fsum(losses) / total
+    residuals = [loss - log * text.utf8_bytes for loss, text in zip(losses, reference, strict=True)]
+    spread = clustered_se(residuals, [text.cluster for text in reference])
+    value = math.exp(log)
+    if spread is None:
+        return Estimate(value=value, se=None, ci=None)
+    se = spread * len(reference) / total
+    half = two_sided_z(confidence) * se
+    return Estimate(value=value, se=value * se, ci=(math.exp(log - half), math.exp(log + half)))
 
 
 def look_of(reference: Sequence[Sample], variant: Sequence[Sample], looks: Looks) -> int:

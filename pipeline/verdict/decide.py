@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import UserInputError
+from pipeline.quality.divergence import ScoredStream
 from pipeline.results import (
     Decision,
     Gate,
@@ -46,6 +47,7 @@ def build_verdict(
     requests: Mapping[str, Sequence[RequestLatency] | None],
     policy: Policy,
     device_emulated: bool,
+    streams: Mapping[str, ScoredStream | None] | None = None,
 ) -> Verdict:
     """The verdict over `intents`' variants, in that order. A result that is missing from a mapping or None was not measured.
 
@@ -54,7 +56,9 @@ def build_verdict(
     for role, name in (("reference", reference), ("control", control)):
         if name is not None and name not in intents:
             raise UserInputError(f"{role} {name!r} isn't one of the variants ({', '.join(intents)})")
-    evidence = {name: quality_evidence(name, reference, control, qualities, policy) for name in intents}
+    evidence = {
+        name: quality_evidence(name, reference, control, qualities, streams or {}, policy) for name in intents
+    }
     floor = None if control is None else evidence[control]
     variants = {}
     for name, intent in intents.items():
@@ -77,6 +81,13 @@ def build_verdict(
             gates=gates,
             capacity=measurement.capacity if measurement else None,
             quality=evidence[name].delta,
+            divergence=evidence[name].divergence,
+            further={task: found.delta for task, found in evidence[name].further.items() if found.delta},
+            perplexity_ratios={
+                task: found.perplexity_ratio
+                for task, found in evidence[name].further.items()
+                if found.perplexity_ratio
+            },
             throughput=_throughput(measurement, measurements.get(reference), bool(emulated)),
             provenance=provenances[0] if provenances else None,
         )

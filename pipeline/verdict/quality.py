@@ -6,13 +6,14 @@ What can't be compared is INCONCLUSIVE with the reason, for the one variant that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from pipeline.errors import UserInputError
+from pipeline.quality.divergence import ScoredStream, diverge
 from pipeline.quality.power import items_to_exclude_margin
 from pipeline.quality.sequential import Looks, plan_looks
-from pipeline.quality.statistics import compare, non_inferiority
-from pipeline.results import Gate, Quality, QualityDelta, Sample
+from pipeline.quality.statistics import compare, non_inferiority, perplexity_ratio
+from pipeline.results import Divergence, Estimate, Gate, Quality, QualityDelta, Sample
 from pipeline.verdict.policy import Policy
 from pipeline.verdict.rule import Rule
 
@@ -28,15 +29,48 @@ class Evidence:
     measured: bool
     delta: QualityDelta | None = None
     refusal: str | None = None
+    divergence: Divergence | None = None
+    divergence_refusal: str | None = None
+    further: Mapping[str, TaskEvidence] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskEvidence:
+    """One further task: a delta where answers are right or wrong, a perplexity ratio where texts are measured."""
+
+    margin: float
+    delta: QualityDelta | None = None
+    perplexity_ratio: Estimate | None = None
+    refusal: str | None = None
 
 
 def quality_evidence(
+    name: str,
+    reference: str,
+    control: str | None,
+    qualities: Mapping[str, Quality | None],
+    streams: Mapping[str, ScoredStream | None],
+    policy: Policy,
+) -> Evidence:
+    """The paired comparison with the reference (of the reference: with itself, all zero), and the divergence from it.
+
+    Runs that aren't over the same items or tokens are refused by name; a control that can't be paired only takes the noise
+    floor away.
+    """
+    paired = _paired(name, reference, control, qualities, policy)
+    paired = replace(paired, further=_further(name, reference, control, qualities, policy))
+    base, own = streams.get(reference), streams.get(name)
+    if name == reference or base is None or own is None or not base.prompts:
+        return paired
+    try:
+        return replace(paired, divergence=diverge(base, own, policy.confidence))
+    except UserInputError as error:
+        return replace(paired, divergence_refusal=str(error))
+
+
+def _paired(
     name: str, reference: str, control: str | None, qualities: Mapping[str, Quality | None], policy: Policy
 ) -> Evidence:
-    """The paired comparison with the reference (of the reference: with itself, all zero).
-
-    Runs that aren't over the same items are refused by name; a control that can't be paired only takes the noise floor away.
-    """
     base, own = qualities.get(reference), qualities.get(name)
     again = None if control is None else qualities.get(control)
     if base is None or own is None:
@@ -47,48 +81,128 @@ def quality_evidence(
             refusal=f"the eval set or its sample changed between the runs of {reference} and {name}; run the stage "
             "quality again for both",
         )
+    looks = plan_looks(base.n, base.looks, policy.confidence, base.spending) if base.looks > 1 else None
+    margin = policy.margin_of(base.task)
     try:
-        delta = _compared(base, own.samples, None if again is None else again.samples, policy)
+        delta = _compared(base.samples, own.samples, again.samples if again else None, margin, policy, looks)
     except UserInputError as error:
         return Evidence(True, refusal=str(error))
-    if name == reference:
-        # The difference of a run to itself has no error: an interval would suggest that it was measured.
-        blank = dict.fromkeys(
-            ("delta_ci", "delta_se", "bootstrap_ci", "mcnemar_p", "items_to_decide", "smallest_margin")
-        )
-        delta = delta.model_copy(update={**blank, "noise_p": None, "within_noise": None, "slices": {}})
-    return Evidence(True, delta)
+    return Evidence(True, _as_reference(delta) if name == reference else delta)
+
+
+def _further(
+    name: str, reference: str, control: str | None, qualities: Mapping[str, Quality | None], policy: Policy
+) -> dict[str, TaskEvidence]:
+    """The set's further tasks, each compared on its own."""
+    base, own = qualities.get(reference), qualities.get(name)
+    again = None if control is None else qualities.get(control)
+    if base is None or own is None:
+        return {}
+    found = {}
+    for task, scores in base.further.items():
+        margin, theirs = policy.margin_of(task), own.further.get(task)
+        floor = again.further.get(task) if again else None
+        try:
+            if theirs is None:
+                raise UserInputError(f"{name} wasn't scored on the task {task}")
+            if scores.texts:
+                ratio = perplexity_ratio(scores.texts, theirs.texts, policy.confidence)
+                found[task] = TaskEvidence(margin, perplexity_ratio=ratio)
+                continue
+            delta = _compared(
+                scores.samples, theirs.samples, floor.samples if floor else None, margin, policy
+            )
+            found[task] = TaskEvidence(margin, _as_reference(delta) if name == reference else delta)
+        except UserInputError as error:
+            found[task] = TaskEvidence(margin, refusal=str(error))
+    return found
+
+
+def _as_reference(delta: QualityDelta) -> QualityDelta:
+    """The difference of a run to itself has no error: an interval would suggest that it was measured."""
+    keys = ("delta_ci", "delta_se", "bootstrap_ci", "mcnemar_p", "items_to_decide", "smallest_margin")
+    blank: dict[str, object] = dict.fromkeys((*keys, "noise_p", "within_noise"))
+    return delta.model_copy(update={**blank, "slices": {}})
 
 
 def _compared(
-    base: Quality, own: Sequence[Sample], again: Sequence[Sample] | None, policy: Policy
+    base: Sequence[Sample],
+    own: Sequence[Sample],
+    again: Sequence[Sample] | None,
+    margin: float,
+    policy: Policy,
+    looks: Looks | None = None,
 ) -> QualityDelta:
-    looks: Looks | None = None
-    if base.looks > 1:
-        looks = plan_looks(base.n, base.looks, policy.confidence, base.spending)
+    """The comparison; without the noise floor where only the control can't be paired."""
     try:
-        return compare(
-            base.samples,
-            own,
-            margin=policy.quality_margin,
-            confidence=policy.confidence,
-            control=again,
-            looks=looks,
-        )
+        return compare(base, own, margin=margin, confidence=policy.confidence, control=again, looks=looks)
     except UserInputError:
         if again is None:
             raise
-        return _compared(base, own, None, policy)
+        return _compared(base, own, None, margin, policy, looks)
 
 
 def quality_gates(
     evidence: Evidence, floor: Evidence | None, policy: Policy, *, is_reference: bool
 ) -> list[Gate]:
     """Every quality gate of one variant; `floor` is the A/A control's evidence."""
+    margin = evidence.delta.margin if evidence.delta else policy.quality_margin
     if is_reference:
-        return [reference_quality_gate(evidence.measured, policy.quality_margin)]
+        gates = [reference_quality_gate(evidence.measured, margin)]
+        return gates + [reference_quality_gate(True, t.margin, f"quality-{k}") for k, t in _gated(evidence)]
     control = None if floor is None else floor.delta
-    return [quality_gate(evidence.delta, control, policy.quality_margin, evidence.refusal)]
+    return [
+        quality_gate(evidence.delta, control, margin, evidence.refusal),
+        *(_task_gate(task, found, floor) for task, found in _gated(evidence)),
+        *divergence_gates(evidence, policy),
+    ]
+
+
+def _gated(evidence: Evidence) -> list[tuple[str, TaskEvidence]]:
+    """Further tasks that say right or wrong: a perplexity has no margin in points, it is shown."""
+    return [(task, found) for task, found in evidence.further.items() if found.perplexity_ratio is None]
+
+
+def _task_gate(task: str, found: TaskEvidence, floor: Evidence | None) -> Gate:
+    control = floor.further.get(task) if floor else None
+    return quality_gate(
+        found.delta, control.delta if control else None, found.margin, found.refusal, f"quality-{task}"
+    )
+
+
+def divergence_gates(evidence: Evidence, policy: Policy) -> list[Gate]:
+    """The gates that the policy asks for, each on the whole confidence interval, as the accuracy's."""
+    found = evidence.divergence
+    asked: tuple[tuple[str, float | None, str, Estimate | None, int], ...] = (
+        ("divergence-kl", policy.max_kl, "nats", found.kl if found else None, 1),
+        ("divergence-top1", policy.min_same_top1, "share of tokens", found.same_top1 if found else None, -1),
+        (
+            "divergence-perplexity",
+            policy.max_perplexity_ratio,
+            "x",
+            found.perplexity_ratio if found else None,
+            1,
+        ),
+    )
+    return [
+        _limit_gate(Rule(name, limit, unit), estimate, worse, evidence.divergence_refusal)
+        for name, limit, unit, estimate, worse in asked
+        if limit is not None
+    ]
+
+
+def _limit_gate(rule: Rule, found: Estimate | None, worse: int, refusal: str | None) -> Gate:
+    """GO if the interval is on the good side of the limit, NO-GO if it is on the bad one. `worse` 1: higher is worse."""
+    if found is None or found.ci is None or rule.limit is None:
+        return rule.cannot_run(refusal or "divergence was not measured on this variant or on the reference")
+    low, high = found.ci
+    said = f"{found.value:.4g} [{low:.4g}, {high:.4g}]"
+    best, worst = (low, high) if worse > 0 else (high, low)
+    if worse * (worst - rule.limit) < 0:
+        return rule.says("GO", found.value, f"{said} is on the good side of {rule.limit:g}")
+    if worse * (best - rule.limit) > 0:
+        return rule.says("NO-GO", found.value, f"{said} is on the bad side of {rule.limit:g}")
+    return rule.cannot_run(f"{said} is on both sides of {rule.limit:g}", found.value)
 
 
 def quality_gate(
