@@ -75,14 +75,23 @@ def _columned(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _quality_lines(verdict: Verdict) -> list[str]:
-    """Accuracy, flips beside the A/A floor, and the items that an open case needs."""
-    head = ["variant", "items", "accuracy", "flips, A/A", "items needed"]
+    """Accuracy, flips beside the A/A floor, the items that an open case needs, and the divergence."""
+    head = ["variant", "items", "accuracy", "flips, A/A", "items needed", "KL (nats)", "same token"]
     rows = [
-        [_plain(name), *_quality_row(result.quality, name == verdict.reference)]
+        [_plain(name), *_quality_row(result.quality, name == verdict.reference), *_divergence_row(result)]
         for name, result in verdict.variants.items()
         if result.quality is not None
     ]
+    if not any(result.divergence for result in verdict.variants.values()):
+        head, rows = head[:-2], [row[:-2] for row in rows]
     return _columned(head, rows) if rows else ["quality was not measured"]
+
+
+def _divergence_row(result: VariantVerdict) -> list[str]:
+    found = result.divergence
+    if found is None:
+        return ["", ""]
+    return [f"{number(found.kl.value, 4)} +- {number(found.kl.se, 4)}", percent(found.same_top1.value)]
 
 
 def _quality_row(delta: QualityDelta, is_reference: bool) -> list[str]:

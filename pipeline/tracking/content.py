@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
-from pipeline.report.sections.quality import score_lead
+from pipeline.report.sections.flips import score_lead
 from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -100,6 +100,9 @@ def verdict_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
                 "quality_delta_hi": delta.delta_ci[1] if delta and delta.delta_ci else None,
                 "flips": delta.flips if delta else None,
                 "noise_floor_flips": delta.noise_floor_flips if delta else None,
+                "items_to_decide": delta.items_to_decide if delta else None,
+                "kl": result.divergence.kl.value if result.divergence else None,
+                "same_top1": result.divergence.same_top1.value if result.divergence else None,
                 "peak_output_tok_s": throughput.peak_output_tok_s if throughput else None,
                 "why": why(result),
             }
@@ -203,6 +206,7 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
     row = next((row for row in bundle.plan.rows if row.variant == variant), None)
     yield from _points(_capacity_figures(result))
     yield from _points(_quality_figures(result, quality))
+    yield from _points(_divergence_figures(result))
     if row is not None:
         yield from _points({"weight_bytes": row.weight_bytes, **_quantization_figures(bundle, row.weights)})
     if result.throughput is not None:
@@ -263,6 +267,26 @@ def _quality_figures(result: VariantVerdict, quality: Quality | None) -> dict[st
             "smallest_margin": delta.smallest_margin,
         }
         figures |= {f"slice/{label}_delta": found.get("delta") for label, found in delta.slices.items()}
+    return figures
+
+
+def _divergence_figures(result: VariantVerdict) -> dict[str, float | None]:
+    found = result.divergence
+    figures: dict[str, float | None] = {}
+    if found is not None:
+        named = {
+            "perplexity_ratio": found.perplexity_ratio,
+            "kl": found.kl,
+            "same_top1": found.same_top1,
+            "delta_p_rms": found.delta_p_rms,
+        }
+        for key, estimate in named.items():
+            figures |= {f"divergence/{key}": estimate.value, f"divergence/{key}_se": estimate.se}
+        figures["divergence/kl_tail_mass"] = found.kl_tail_mass
+    for task, delta in result.further.items():
+        figures |= {f"task/{task}_delta": delta.delta, f"task/{task}_accuracy": delta.accuracy}
+    for task, ratio in result.perplexity_ratios.items():
+        figures[f"task/{task}_perplexity_ratio"] = ratio.value
     return figures
 
 

@@ -111,6 +111,7 @@ def result_artifacts(folder: str | Path, bundle: ResultBundle) -> dict[str, dict
             "requests.parquet": root / "measure" / f"{variant}.requests.parquet",
             "timeline.jsonl": root / "measure" / f"{variant}.timeline.jsonl",
             "quality.json": root / "quality" / f"{variant}.json",
+            "logprobs.parquet": root / "quality" / f"{variant}.logprobs.parquet",
             "quantize.json": root / "quantize" / f"{weights.get(variant)}.json",
         }
         for variant in bundle.variants

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary
 from pipeline.report.sections.base import Section
-from pipeline.report.table import Cell, Column, Table, figure, name, words
+from pipeline.report.sections.divergence import divergence_tables, format_tables, further_tables
+from pipeline.report.sections.flips import flip_tables
+from pipeline.report.table import Cell, Column, Table, figure, name
 from pipeline.report.wording import (
     NOT_MEASURED,
     count,
     listing,
-    number,
     percent,
     percent_interval,
     points,
     points_interval,
     probability,
 )
-from pipeline.results import QualityDelta, Sample, SliceScore
+from pipeline.results import QualityDelta, SliceScore
 
 HEAT_FULL_SCALE = 0.10
 """Accuracy difference that gets the full tint: 10 points, about what a slice of 50 items can show at all."""
 NOISE_TINT = 0.2
 """Share of the tint that is left where a slice's p, corrected for the number of slices, isn't small: noise must not look
 like a finding."""
-SHOWN_FLIPS = 40
-"""Flipped items shown per variant; all of them are in MLflow's table and in the result files."""
-SHOWN_CHARS = 220
-"""Of a prompt: its end, where the question is."""
 
 
 def section(bundle: ResultBundle) -> Section:
@@ -45,6 +41,16 @@ def section(bundle: ResultBundle) -> Section:
             f"{100 * known.margin:.1f} points: GO if the whole {100 * known.confidence:.0f} % interval lies above it, "
             "NO-GO if the whole interval lies below, otherwise INCONCLUSIVE.",
         )
+    streams = [result.divergence for result in bundle.verdict.variants.values() if result.divergence]
+    if streams:
+        first = streams[0]
+        intro.append(
+            f"The divergence compares next-token distributions on one fixed stream of {first.prompts:,} prompts with what the "
+            f"reference says next ({first.tokens:,} tokens, sha256 {first.stream_sha256[:12]}). It decides earlier than "
+            "accuracy and says less: how close a variant is to the reference, not whether anyone would mind. The KL "
+            f"divergence knows the {first.top_k} likeliest tokens of both sides and lumps the rest, "
+            f"{percent(first.kl_tail_mass)} of the reference's mass, which makes it a lower bound."
+        )
     sets = sorted({f"{found.evalset} ({found.n:,} items)" for found in bundle.qualities.values() if found})
     if sets:
         intro.append(f"Eval set: {listing(sets)}.")
@@ -54,8 +60,11 @@ def section(bundle: ResultBundle) -> Section:
         intro,
         [
             delta_table(bundle),
+            *divergence_tables(bundle),
+            *further_tables(bundle),
             slice_delta_table(bundle),
             slice_accuracy_table(bundle),
+            *format_tables(bundle),
             *flip_tables(bundle),
         ],
     )
@@ -213,70 +222,3 @@ def slice_accuracy_table(bundle: ResultBundle) -> Table:
         ],
         rows,
     )
-
-
-def flip_tables(bundle: ResultBundle) -> list[Table]:
-    """Where each variant went another way than the reference: prompt, both answers, both scores; the losses first."""
-    tables = []
-    base = bundle.qualities.get(bundle.verdict.reference)
-    for variant in bundle.variants:
-        own, delta = bundle.qualities.get(variant), bundle.verdict.variants[variant].quality
-        # Without a delta the runs could not be paired: then there is no such thing as a flip.
-        if base is None or own is None or delta is None or variant == bundle.verdict.reference:
-            continue
-        found = flipped(base.samples, own.samples)
-        if not found:
-            continue
-        more = f" (the first {SHOWN_FLIPS} of {len(found)})" if len(found) > SHOWN_FLIPS else ""
-        rows = [_flip_row(first, second) for first, second in found[:SHOWN_FLIPS]]
-        tables.append(
-            Table(
-                f"Items that {variant} answers differently{more}",
-                [
-                    Column("Item"),
-                    Column("Prompt", "its end"),
-                    Column("Right answer"),
-                    Column(
-                        "Reference", "its answer, and the right choice's lead over the best wrong one in nats"
-                    ),
-                    Column(
-                        variant, "its answer, and the right choice's lead over the best wrong one in nats"
-                    ),
-                ],
-                rows,
-            )
-        )
-    return tables
-
-
-def _flip_row(first: Sample, second: Sample) -> list[Cell]:
-    end = first.prompt[-SHOWN_CHARS:]
-    return [
-        name(first.id, note=f"{first.slice}, {'gained' if second.correct else 'lost'}"),
-        words(("…" if len(first.prompt) > SHOWN_CHARS else "") + end if end.strip() else None),
-        words(_quoted(first.expected)),
-        _answer_cell(first),
-        _answer_cell(second),
-    ]
-
-
-def _answer_cell(sample: Sample) -> Cell:
-    shown = "right" if sample.correct else "wrong"
-    lead = score_lead(sample)
-    if lead is not None:
-        shown += f", {number(lead)} nats"
-    if sample.cut:
-        shown += ", cut"
-    return words(_quoted(sample.answer), note=shown)
-
-
-def score_lead(sample: Sample) -> float | None:
-    """Loglikelihood of the right choice minus the best wrong one's: above 0 where the answer is right. None if generated."""
-    if sample.target is None or len(sample.loglikelihoods) < 2:
-        return None
-    right = sample.loglikelihoods[sample.target]
-    return right - max(v for place, v in enumerate(sample.loglikelihoods) if place != sample.target)
-
-
-def _quoted(text: str | None) -> str | None:
-    return None if text is None else f"“{text.strip()}”"

@@ -11,6 +11,7 @@ from pipeline.report.wording import (
     count,
     gate_number,
     number,
+    percent,
     points,
     points_interval,
     sentence,
@@ -111,7 +112,13 @@ def delta_cell(verdict: Verdict, variant: str) -> Cell:
     delta = verdict.variants[variant].quality
     if delta is None or delta.delta is None:
         return Cell(NOT_MEASURED, "missing")
-    return figure(f"{points(delta.delta)} pt", note=f"{points_interval(delta.delta_ci)}\n{flips_text(delta)}")
+    lines = [points_interval(delta.delta_ci), flips_text(delta)]
+    divergence = verdict.variants[variant].divergence
+    if divergence is not None:
+        lines.append(f"KL {number(divergence.kl.value, 4)}, same token {percent(divergence.same_top1.value)}")
+    if delta.items_to_decide is not None:
+        lines.append(f"{count(delta.items_to_decide)} items needed")
+    return figure(f"{points(delta.delta)} pt", note="\n".join(lines))
 
 
 def flips_text(delta: QualityDelta) -> str:

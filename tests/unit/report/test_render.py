@@ -258,3 +258,29 @@ def test_a_flip_rate_within_the_floor_is_said_to_be_noise() -> None:
     assert "flips 23, A/A 0: noise" in markdown and "23 (noise)" in markdown
     _, plain = render(bundle)
     assert "noise\n" not in plain and "(noise)" not in plain
+
+
+def test_divergence_stands_beside_the_deltas_with_its_errors() -> None:
+    _, markdown = render(sample_results())
+    table = markdown.split("### Divergence from the reference")[1].split("###")[0]
+    row = next(
+        line for line in table.splitlines() if line.startswith("| awq<br>") or line.startswith("| awq |")
+    )
+    assert "1.2300<br>± 0.0023" in row and "0.11500<br>± 0.00460" in row and "92.33 %" in row
+    assert "6.1 % of the reference's mass" in markdown and "a lower bound" in markdown
+    summary = next(line for line in markdown.splitlines() if line.startswith("| awq<br>AWQ"))
+    assert "KL 0.1150, same token 92.3 %" in summary and "526 items needed" in summary
+    without = sample_results()
+    variants = {k: v.model_copy(update={"divergence": None}) for k, v in without.verdict.variants.items()}
+    bare = replace(without, verdict=without.verdict.model_copy(update={"variants": variants}))
+    assert "Divergence from" not in render(bare)[1] and "KL" not in render(bare)[1]
+
+
+def test_further_tasks_and_how_prompts_were_put_are_shown() -> None:
+    _, markdown = render(sample_results(frozenset({"awq"})))
+    table = markdown.split("### Further task team_demo_short")[1].split("###")[0]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    assert rows["awq"].count(NOT_MEASURED) == 4
+    assert "50.0" in rows["bf16-fp8kv"] and "40" in rows["bf16-fp8kv"]
+    put = markdown.split("### How the prompts were put")[1].split("###")[0]
+    assert put.count("not applied") == 8 and "| bf16 | team_demo_short | not applied | 0 | 0 | 1 | 1 |" in put

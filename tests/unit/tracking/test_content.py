@@ -38,6 +38,10 @@ def test_figures_equal_the_results() -> None:
     assert found["capacity_reported_tokens"] == result.capacity.reported_tokens
     assert found["capacity_fitting_sequences"] == 26
     assert found["peak_output_tok_s"] == result.throughput.peak_output_tok_s
+    assert result.divergence is not None
+    assert found["divergence/kl"] == result.divergence.kl.value
+    assert found["divergence/same_top1_se"] == result.divergence.same_top1.se
+    assert found["task/team_demo_short_delta"] == result.quality.delta
     assert found["perplexity_ratio"] == bundle.quantizations["awq"]["perplexity"]["ratio"]
 
 

@@ -10,13 +10,15 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
-from pipeline.results import Decision, Gate, Measurement, Quality, Sample, Verdict
+from pipeline.results import Decision, Gate, Measurement, Quality, RollingText, Sample, Verdict
 from pipeline.verdict.decide import build_verdict, decide
 from pipeline.verdict.latency import RequestLatency
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
 from tests.support import sample_results
 
-POLICY = Policy(required_sequences=24, quality_margin=0.05, confidence=0.95)
+POLICY = Policy(
+    required_sequences=24, quality_margin=0.05, confidence=0.95, task_margins={"team_demo_short": 0.25}
+)
 INTENTS = {
     "bf16": VariantIntent(weights="bf16", kv_cache_dtype="bfloat16"),
     "bf16-again": VariantIntent(weights="bf16", kv_cache_dtype="bfloat16"),
@@ -307,3 +309,53 @@ def test_real_speed_gates_and_emulated_doesnt() -> None:
 def test_policy_refuses_values_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Policy(**({"required_sequences": 24, "quality_margin": 0.02, "confidence": 0.95} | bad))
+
+
+def test_further_tasks_have_a_gate_and_a_margin_of_their_own() -> None:
+    """The sample's variants answer the short task alike, but 40 items of 14 sources exclude nothing under 22 points."""
+    gates = gates_of(verdict(), "awq")
+    assert (gates["quality"].limit, gates["quality-team_demo_short"].limit) == (-0.05, -0.25)
+    assert gates["quality-team_demo_short"].decision == "GO"
+    strict = verdict(policy=POLICY.model_copy(update={"task_margins": {}}))
+    assert gates_of(strict, "awq")["quality-team_demo_short"].decision == "INCONCLUSIVE"
+    assert strict.variants["awq"].decision == "INCONCLUSIVE"
+    assert gates_of(strict, "bf16")["quality-team_demo_short"].decision == "GO"
+
+
+def test_a_further_task_that_wasnt_scored_is_inconclusive() -> None:
+    awq = sample_results.quality("awq").model_copy(update={"further": {}})
+    gate = gates_of(verdict(qualities={"awq": awq}), "awq")["quality-team_demo_short"]
+    assert gate.decision == "INCONCLUSIVE" and "wasn't scored on the task" in gate.why
+
+
+def test_texts_are_compared_by_their_perplexity() -> None:
+    def texts(loss: float, **changes: Any) -> list[RollingText]:
+        return [
+            RollingText(
+                id=f"t{i}",
+                slice="s",
+                cluster=f"c{i}",
+                doc_hash=f"h{i}",
+                loglikelihood=-100.0 - loss * i,
+                utf8_bytes=50,
+            ).model_copy(update=changes)
+            for i in range(9)
+        ]
+
+    def with_texts(name: str, found: list[RollingText]) -> Quality:
+        scores = sample_results.further(name).model_copy(update={"samples": [], "texts": found})
+        return sample_results.quality(name).model_copy(update={"further": {"prose": scores}})
+
+    found = verdict(
+        qualities={
+            "bf16": with_texts("bf16", texts(0.0)),
+            "awq": with_texts("awq", texts(1.0)),
+            "awq-fp8kv": with_texts("awq-fp8kv", texts(1.0, doc_hash="other")),
+        }
+    )
+    ratio = found.variants["awq"].perplexity_ratios["prose"]
+    assert ratio.value == pytest.approx(math.exp(36 / 450)) and ratio.ci is not None
+    assert ratio.ci[0] < ratio.value < ratio.ci[1]
+    assert "quality-prose" not in gates_of(found, "awq")
+    refused = gates_of(found, "awq-fp8kv")["quality-prose"]
+    assert refused.decision == "INCONCLUSIVE" and "different texts" in refused.why

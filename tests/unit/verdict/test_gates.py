@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.results import Capacity, LoadLevel, Measurement, Provenance, QualityDelta
+from pipeline.results import Capacity, Estimate, LoadLevel, Measurement, Provenance, QualityDelta
 from pipeline.verdict.gates import (
     capacity_agreement_gate,
     capacity_gate,
@@ -16,7 +16,7 @@ from pipeline.verdict.gates import (
     load_completed_gate,
 )
 from pipeline.verdict.policy import Policy, VariantIntent
-from pipeline.verdict.quality import quality_gate, reference_quality_gate
+from pipeline.verdict.quality import Evidence, divergence_gates, quality_gate, reference_quality_gate
 from tests.support import sample_results
 
 POLICY = Policy(required_sequences=24, quality_margin=0.02, confidence=0.95)
@@ -262,3 +262,38 @@ def test_nothing_measured_is_inconclusive_everywhere() -> None:
     ]
     assert {gate.decision for gate in gates} == {"INCONCLUSIVE"}
     assert all(gate.value is None and gate.why for gate in gates)
+
+
+LIMITED = POLICY.model_copy(update={"max_kl": 0.1, "min_same_top1": 0.9, "max_perplexity_ratio": 1.2})
+
+
+def estimate(value: float, error: float) -> Estimate:
+    return Estimate(value=value, se=error, ci=(value - 2 * error, value + 2 * error))
+
+
+@pytest.mark.parametrize(
+    ("kl", "top1", "ratio", "decisions"),
+    [
+        (0.05, 0.95, 1.1, ["GO", "GO", "GO"]),
+        (0.15, 0.80, 1.3, ["NO-GO", "NO-GO", "NO-GO"]),
+        (0.11, 0.89, 1.21, ["INCONCLUSIVE", "INCONCLUSIVE", "INCONCLUSIVE"]),
+        (0.09, 0.91, 1.19, ["INCONCLUSIVE", "INCONCLUSIVE", "INCONCLUSIVE"]),
+    ],
+)
+def test_divergence_gates_take_the_whole_interval(
+    kl: float, top1: float, ratio: float, decisions: list[str]
+) -> None:
+    figures = {"kl": kl, "same_top1": top1, "perplexity_ratio": ratio}
+    found = sample_results.divergence("awq").model_copy(
+        update={key: estimate(value, 0.01) for key, value in figures.items()}
+    )
+    gates = divergence_gates(Evidence(True, divergence=found), LIMITED)
+    assert [gate.decision for gate in gates] == decisions
+    assert [gate.name for gate in gates] == ["divergence-kl", "divergence-top1", "divergence-perplexity"]
+
+
+def test_divergence_gates_are_optional_and_never_go_without_evidence() -> None:
+    assert divergence_gates(Evidence(True, divergence=sample_results.divergence("awq")), POLICY) == []
+    gates = divergence_gates(Evidence(True, divergence_refusal="the token streams differ at p3"), LIMITED)
+    assert {gate.decision for gate in gates} == {"INCONCLUSIVE"} and "differ at p3" in gates[0].why
+    assert "not measured" in divergence_gates(Evidence(True), LIMITED)[0].why
