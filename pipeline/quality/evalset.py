@@ -99,8 +99,12 @@ def load_texts(path: str | Path) -> dict[str, str]:
     return texts
 
 
-def sample_items(items: Sequence[Item], n: int | None, seed: int) -> list[Item]:
+def sample_items(
+    items: Sequence[Item], n: int | None, seed: int, per_slice: Mapping[str, int] | None = None
+) -> list[Item]:
     """`n` items in their own order, stratified by slice: proportional, at least one of each. None takes all.
+
+    `per_slice` fixes the number of some slices, and the others share the rest.
 
     One item of each cluster is taken before the second of any: items of one source tell less than others. Otherwise an item's
     rank is a hash of seed and id, so the sample is the same for every variant, machine and Python version, and an item added
@@ -111,11 +115,22 @@ def sample_items(items: Sequence[Item], n: int | None, seed: int) -> list[Item]:
     by_slice: dict[str, list[Item]] = {}
     for item in items:
         by_slice.setdefault(item.slice, []).append(item)
-    if not len(by_slice) <= n <= len(items):
+    quota = dict(per_slice or {})
+    for name, count in quota.items():
+        if not 1 <= count <= len(by_slice.get(name, ())):
+            raise UserInputError(
+                f"evalset.slice_items.{name}: {count}; allowed are slices of the set ({', '.join(sorted(by_slice))}) and 1 to "
+                "their number of items"
+            )
+    others = {name: len(members) for name, members in by_slice.items() if name not in quota}
+    fixed = sum(quota.values())
+    if not fixed + len(others) <= n <= fixed + sum(others.values()):
         raise UserInputError(
-            f"evalset.items: {n}; allowed is {len(by_slice)} (one per slice) to {len(items)} (all items), or null for all"
+            f"evalset.items: {n}; allowed is {fixed + len(others)} (one per slice) to {fixed + sum(others.values())} "
+            f"({'all items' if not quota else 'all items of the slices without a number'}), or null for all"
         )
-    quota = _quotas({name: len(members) for name, members in by_slice.items()}, n)
+    if others:
+        quota |= _quotas(others, n - fixed)
     chosen: set[str] = set()
     for name, members in by_slice.items():
         ranked = sorted(members, key=lambda item: (_rank(seed, item.id), item.id))

@@ -87,6 +87,7 @@ class EvalRun:
     chat_template: bool = False
     allow_truncated: bool = False
     request_timeout_s: int = 300
+    slice_items: Mapping[str, int] = field(default_factory=dict)
     looks: tuple[int, ...] = ()
 
 
@@ -153,7 +154,7 @@ class _Found:
 def _run_own(run: EvalRun, folder: Path, endpoint: Endpoint, work_dir: Path, hooks: Hooks) -> _Found:
     """A team's set, in one go or look by look."""
     files = read_task(folder, run.task)
-    items = sample_items(load_items(files.items_path, files.kind), run.items, run.seed)
+    items = sample_items(load_items(files.items_path, files.kind), run.items, run.seed, run.slice_items)
     if run.looks:
         items = scoring_order(items, run.seed)
         if run.looks[-1] != len(items):

@@ -217,6 +217,11 @@ class TaskSettings(Strict):
         ge=2,
         description="seeded sample, the same for every variant (of lm-eval's own tasks the first of each); null: all",
     )
+    slice_items: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="items of slices that don't take their proportional share of `items`: a long prompt costs as much as "
+        "twenty short ones",
+    )
     metric: str | None = Field(
         default=None,
         description="says right (1) or wrong (0) about a generated answer or a benchmark's item, such as exact_match; null: "

@@ -115,7 +115,8 @@ def _looks(settings: Settings) -> Looks | None:
     if evalset.looks == 1 or evalset.folder is None:
         return None
     files = read_task(Path(evalset.folder), evalset.task)
-    items = sample_items(load_items(files.items_path, files.kind), evalset.items, evalset.seed)
+    loaded = load_items(files.items_path, files.kind)
+    items = sample_items(loaded, evalset.items, evalset.seed, evalset.slice_items)
     return plan_looks(len(items), evalset.looks, settings.policy.confidence, evalset.spending)
 
 
