@@ -284,6 +284,9 @@ class PolicySettings(Strict):
         ge=1, description="concurrent sequences of max_model_len tokens that must fit"
     )
     quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    task_margins: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=dict, description="margins of tasks that have one of their own"
+    )
     max_kl: float | None = Field(
         default=None,
         gt=0,
