@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_a_choice_after_two_spaces_is_refused(folder: Path, tokenizer_dir: Path)
     [
         ("task: zoo", "task: aquarium", "no task 'zoo'.*there: aquarium"),
         ("output_type: multiple_choice", "output_type: loglikelihood", "output_type: 'loglikelihood'"),
-        ("output_type: multiple_choice", "output_type: generate_until", "answer: 0; allowed is a text"),
+        ("output_type: multiple_choice", "output_type: generate_until", "generation_kwargs must give"),
         ("dataset_path: json", "dataset_path: some/hub-set", "dataset_path: 'some/hub-set'"),
         ("    test: items.jsonl", "    train: items.jsonl", "data_files"),
         ("test: items.jsonl", "test: nothing.jsonl", "nothing.jsonl"),
@@ -578,6 +579,59 @@ def test_whole_texts_are_measured(folder: Path, tokenizer_dir: Path, tmp_path: P
     assert [text.utf8_bytes for text in scores.texts] == [len(text.encode()) for text in texts]
     assert scores.texts[1].loglikelihood < scores.texts[0].loglikelihood < 0
     assert len(server.requests) > 2
+
+
+@pytest.fixture
+def benchmarks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """lm-eval's own tasks as far as this machine reaches: those of the folder, under names that need no folder."""
+    import lm_eval.tasks
+
+    yaml = YAML.replace("items.jsonl", str(folder / "items.jsonl"))
+    (folder / "zoo.yaml").write_text(yaml)
+    generative(folder, ["tiger", "camel", "mouse"])
+    names = (folder / "names.yaml").read_text().replace("names.jsonl", str(folder / "names.jsonl"))
+    filters = "filter_list:\n  - {name: a, filter: [{function: take_first}]}\n  - {name: b, filter: [{function: take_first}]}\n"
+    (folder / "names.yaml").write_text(names + filters)
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(
+        lm_eval.tasks, "TaskManager", lambda **_: manager(include_path=str(folder), include_defaults=False)
+    )
+    return folder
+
+
+def test_a_benchmark_is_paired_by_its_items_places(benchmarks: Path, tokenizer_dir: Path) -> None:
+    """One of lm-eval's own tasks: its metric says right or wrong, the sample is the first items, ids are places."""
+    endpoint = EvalRun(folder=None, task="zoo", items=12, seed=0, concurrency=4, metric="acc")
+    with scoring_server() as server:
+        own = score(benchmarks, tokenizer_dir, server)
+        found = run_quality(
+            endpoint, Endpoint(server.base_url, "demo", tokenizer_dir, 512), benchmarks.parent / "b"
+        )
+        again = run_quality(
+            endpoint, Endpoint(server.base_url, "demo", tokenizer_dir, 512), benchmarks.parent / "b"
+        )
+    assert [sample.id for sample in found.samples] == [f"zoo-{index:05}" for index in range(12)]
+    for sample, same in zip(found.samples, own.samples, strict=False):
+        assert (sample.correct, sample.chosen, sample.loglikelihoods) == (
+            same.correct,
+            same.chosen,
+            same.loglikelihoods,
+        )
+        assert (sample.expected, sample.prompt, sample.slice) == (same.expected, same.prompt, "zoo")
+    assert again.evalset_sha256 == found.evalset_sha256 and again.samples == found.samples
+
+
+def test_a_benchmark_with_several_filters_is_read_through_the_one_that_is_named(
+    benchmarks: Path, tokenizer_dir: Path
+) -> None:
+    run = EvalRun(None, "names", None, 0, 4, metric="exact_match", filter="b")
+    with scoring_server(answers=lambda text: (" tiger", "stop"), tokenizer=tokenizer_dir) as server:
+        endpoint = Endpoint(server.base_url, "demo", tokenizer_dir, 512)
+        found = run_quality(run, endpoint, benchmarks.parent / "b")
+        assert [sample.correct for sample in found.samples] == [True, False, False]
+        assert [sample.expected for sample in found.samples] == ["tiger", "camel", "mouse"]
+        with pytest.raises(UserInputError, match="has no filter 'strict'; allowed: a, b"):
+            run_quality(replace(run, filter="strict"), endpoint, benchmarks.parent / "b")
 
 
 # --- BOS and chat template ------------------------------------------------------------------------------------
