@@ -94,8 +94,36 @@ def profiles(root: Path | None = None) -> list[str]:
 
 def _parameters_of(settings: Settings) -> dict[str, Any]:
     schemes = {scheme: {"quantizer": recipe.name} for scheme, recipe in settings.quantizers.items()}
-    variants = {name: {"weights": variant.weights} for name, variant in settings.variants.items()}
-    return {"profile": settings.profile, **settings.choices, "schemes": schemes, "variants": variants}
+    variants = {
+        name: {"weights": variant.weights, "quality_after": _quality_after(settings, name)}
+        for name, variant in settings.variants.items()
+    }
+    return {
+        "profile": settings.profile,
+        **settings.choices,
+        **_evalset_files(settings),
+        "schemes": schemes,
+        "variants": variants,
+    }
+
+
+def _quality_after(settings: Settings, name: str) -> str:
+    """What a variant's quality stage reads of the reference's. The reference itself comes after the model it serves."""
+    if name == settings.reference:
+        return "results/prepare.json"
+    return (
+        f"results/quality/{settings.reference}.{'json' if settings.evalset.looks > 1 else 'logprobs.parquet'}"
+    )
+
+
+def _evalset_files(settings: Settings) -> dict[str, str]:
+    """The eval set's folder, and the file that says when a run stops: a sequential one stops by the policy's margin."""
+    evalset = f"conf/evalset/{settings.choices['evalset']}.yaml"
+    policy = f"conf/policy/{settings.choices['policy']}.yaml"
+    return {
+        "evalset_folder": settings.evalset.folder or evalset,
+        "stops_by": policy if settings.evalset.looks > 1 else evalset,
+    }
 
 
 def _compose(root: Path, overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -386,15 +386,72 @@ class LoadSettings(Strict):
         return self
 
 
-class EvalsetSettings(Strict):
-    """The team's eval set."""
+class DivergenceSettings(Strict):
+    """The fixed token stream on which next-token distributions are compared."""
+
+    prompts: int = Field(ge=2, description="eval prompts, stratified by slice; hundreds give a tight answer")
+    continuation_tokens: int = Field(ge=1, description="tokens that the reference adds to each prompt")
+    top_k: int = Field(ge=1, le=20, description="likeliest tokens kept; 20 is vLLM's own max_logprobs")
+
+
+class TaskSettings(Strict):
+    """One lm-eval task and how it is put to the model."""
+
+    task: str = Field(
+        min_length=1, description="lm-eval task name: in the folder's yaml, or of lm-eval's own"
+    )
+    items: int | None = Field(
+        default=None,
+        ge=2,
+        description="seeded sample, the same for every variant (of lm-eval's own tasks the first of each); null: all",
+    )
+    slice_items: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="items of slices that don't take their proportional share of `items`: a long prompt costs as much as "
+        "twenty short ones",
+    )
+    metric: str | None = Field(
+        default=None,
+        description="says right (1) or wrong (0) about a generated answer or a benchmark's item, such as exact_match; null: "
+        "the choice with the highest loglikelihood",
+    )
+    filter: str = Field(default="none", description="lm-eval's answer filter, for tasks that have several")
+    fewshot: int | None = Field(
+        default=None, ge=0, description="examples before a prompt; null: the task's own"
+    )
+    chat_template: bool = Field(default=False, description="put prompts into the model's chat template")
+    allow_truncated: bool = Field(
+        default=False, description="true: prompts that don't fit are cut and counted"
+    )
+
+
+class EvalsetSettings(TaskSettings):
+    """The team's eval set: a first task, which the variant is judged by, and further ones with a gate each."""
 
     name: Name
-    folder: str = Field(min_length=1, description="README.md, task yaml, items.jsonl")
-    task: str = Field(min_length=1, description="lm-eval task name in the folder's yaml")
-    items: int | None = Field(ge=2, description="seeded sample, the same for every variant; null: all")
+    folder: str | None = Field(
+        min_length=1,
+        description="README.md, task yaml, items.jsonl; null: a task of lm-eval's own, from a hub",
+    )
     seed: int = Field(ge=0)
-    concurrency: int = Field(ge=1, description="scoring requests in flight")
+    concurrency: int = Field(ge=2, description="scoring requests in flight")
+    looks: int = Field(
+        default=1, ge=1, le=20, description="1: score all items; more: look so often and stop when decided"
+    )
+    spending: Literal["pocock", "obrien-fleming"] = Field(
+        default="pocock", description="how the looks share the error: pocock stops earlier"
+    )
+    divergence: DivergenceSettings | None = Field(default=None, description="null: no divergence is measured")
+    further: tuple[TaskSettings, ...] = Field(default=(), description="more tasks of the same folder")
+
+    @model_validator(mode="after")
+    def _possible(self) -> EvalsetSettings:
+        if self.folder is None and (self.divergence is not None or self.looks > 1):
+            raise ValueError("divergence and looks need a set of your own: folder is null")
+        names = [self.task, *(task.task for task in self.further)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a task is named twice: {', '.join(names)}")
+        return self
 
 
 class SloSettings(Strict):
@@ -415,6 +472,23 @@ class PolicySettings(Strict):
         ge=1, description="concurrent sequences of max_model_len tokens that must fit"
     )
     quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    task_margins: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=dict, description="margins of tasks that have one of their own"
+    )
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="mean top-k-truncated KL divergence (nats) that is tolerated; null: no gate",
+    )
+    min_same_top1: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of positions with the same likeliest token; null: no gate",
+    )
+    max_perplexity_ratio: float | None = Field(
+        default=None, gt=1, description="perplexity of variant / reference that is tolerated; null: no gate"
+    )
     confidence: float = Field(
         gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference"
     )
