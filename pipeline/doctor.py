@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.capacity import GIB
 from pipeline.environments.build import ENVIRONMENTS, environment_folder, is_complete
 from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.files import cache_folder
@@ -16,7 +17,6 @@ from pipeline.results import Environment
 from pipeline.settings import Settings
 
 Status = Literal["ok", "warn", "fail"]
-GIB = 1024**3
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pipeline.capacity.layers import Attention, FeedForward, Layer
+from pipeline.capacity.layers import Layer
 from pipeline.errors import UserInputError
 
 
@@ -46,13 +46,6 @@ class Geometry:
     def _hash(self) -> int:
         """Computed once: a geometry of a hundred layers is a key of the layout's cache at every point of a sweep."""
         return hash((self.architecture, self.hidden, self.vocabulary, self.layers))
-
-    @property
-    def is_dense(self) -> bool:
-        """Every layer the same full or windowed attention and one MLP: what the quantizer's proofs understand."""
-        first = self.layers[0]
-        plain = isinstance(first.mixer, Attention) and isinstance(first.feed_forward, FeedForward)
-        return plain and not first.feed_forward.experts and len(set(self.layers)) == 1  # type: ignore[union-attr]
 
 
 class Reader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipeline.capacity.budget import GIB, Budget, Card, Term
+from pipeline.capacity.budget import GIB, Budget, Card
 from pipeline.capacity.geometry import Geometry
 from pipeline.capacity.pool import EngineRules, KvPool, Layout, kv_layout
 from pipeline.errors import UserInputError
@@ -145,8 +145,3 @@ def explain(hand: HandCalculation, row: Row, card: Card) -> list[Step]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
-
-
-def overhead_of(gib: float) -> tuple[Term, ...]:
-    """An overhead given as one number: no split and no band."""
-    return (Term.exact("overhead", int(gib * GIB)),)
