@@ -271,7 +271,7 @@ class FillTest(Record):
         description="the planner's whole sequences that fit, or the scheduler's limit where that is lower"
     )
     observed_peak_running: int | None
-    observed_peak_waiting: int | None
+    waiting_at_peak: int | None = Field(description="in the queue while the peak ran")
     observed_peak_kv_usage: float | None = Field(description="0..1 of the usable blocks")
     preemptions: int | None
     agrees: bool | None = Field(

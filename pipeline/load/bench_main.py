@@ -7,8 +7,8 @@ three of its parts are ours: the requests (token ids instead of text that is tok
 so that an open loop's latency can count from them), and what is recorded of a request (`bench_stream`).
 
 Each line of stdin is a JSON object: {"name", "argv", "open"} starts a cell with the arguments of `vllm bench serve`,
-{"stop": name} ends it early. Events, one JSON object a line: {"event": "ready"}, one {"event": "request", …} per request
-sent, {"event": "done", "name", "cpu_share"}, {"event": "failed", "name", "why"}. The end of stdin ends the process at
+{"stop": name} ends it early. Events, one JSON object a line: {"event": "ready"}, one {"event": "request", "name", …} per
+request sent, {"event": "done", "name", "cpu_share"}, {"event": "failed", "name", "why"}. The end of stdin ends the process at
 once, so it can't outlive whoever started it. What the generator prints goes to stderr.
 """
 
@@ -109,6 +109,7 @@ class RunningCell:
         ended = progress.token_times[-1] if error is None and not stopped else time.perf_counter()
         self._emit(
             "request",
+            name=self.name,
             index=int(given.request_id),
             scheduled=self._scheduled.get(given.request_id),
             start=progress.start,

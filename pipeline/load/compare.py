@@ -122,7 +122,8 @@ def effects(base: Measurement, other: Measurement) -> list[Effect]:
     """What the second variant changes against the first (same weights, another KV dtype), part by part.
 
     Tokens: the pool. Prefill: TTFT at the lowest level, where nothing queues. Decode: TPOT at the control level, which fits
-    the base's pool. Saturated: goodput at the highest level. Control: running requests at the control level, where more pool
+    the base's pool. Saturated: goodput and
+    throughput at the highest level. Control: running requests at the control level, where more pool
     must not help.
     """
     found = [Effect("KV tokens", "reported pool", _tokens(base, other))]
@@ -145,6 +146,9 @@ def effects(base: Measurement, other: Measurement) -> list[Effect]:
         Effect("saturated goodput", f"requests/s within the SLO at {high} streams", compare(high, _goodput))
     )
     found.append(
+        Effect("saturated throughput", f"output tok/s at {high} streams", compare(high, _throughput))
+    )
+    found.append(
         Effect(
             "control",
             f"peak running at {control} streams, which fit either pool: no gain expected",
@@ -152,6 +156,11 @@ def effects(base: Measurement, other: Measurement) -> list[Effect]:
         )
     )
     return found
+
+
+def _throughput(level: LoadLevel) -> float | None:
+    steady = level.steady.output_throughput_tok_s if level.steady else None
+    return level.output_throughput_tok_s if steady is None else steady
 
 
 def _goodput(level: LoadLevel) -> float | None:

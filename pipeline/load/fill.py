@@ -72,7 +72,7 @@ def fill_result(
         offered=plan.offered,
         predicted_running=plan.predicted_running,
         observed_peak_running=None if running is None else int(running),
-        observed_peak_waiting=peak(inside, "waiting"),
+        waiting_at_peak=_waiting_at_peak(inside),
         observed_peak_kv_usage=peak(inside, "kv_usage"),
         preemptions=preemptions,
         agrees=agrees,
@@ -80,6 +80,15 @@ def fill_result(
         start_s=start_s,
         end_s=end_s,
     )
+
+
+def _waiting_at_peak(inside: Sequence[TimelineRow]) -> int | None:
+    """Requests in the queue at the last sample that shows the peak: before it more of them were waiting for their turn."""
+    running = peak(inside, "running")
+    at_peak = [
+        row["waiting"] for row in inside if row.get("running") == running and row.get("waiting") is not None
+    ]
+    return int(at_peak[-1]) if at_peak else None
 
 
 def _explain(
@@ -92,7 +101,7 @@ def _explain(
     preemptions: int | None,
 ) -> str:
     """One sentence on what was seen; where it isn't what was predicted, everything that speaks to why."""
-    running, waiting = peak(inside, "running"), peak(inside, "waiting")
+    running, waiting = peak(inside, "running"), _waiting_at_peak(inside)
     if running is None:
         return "the server's metrics couldn't be read while the pool was being filled"
     seen = f"{running:.0f} of {plan.offered} ran at once, {waiting or 0:.0f} waited"

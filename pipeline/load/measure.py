@@ -44,7 +44,7 @@ class LoadPlan:
     fill_source: Source | None
     """Requests of the fill test's lengths."""
     searches: tuple[tuple[SearchPlan, float], ...]
-    """Each with the seconds after which it starts no further probe."""
+    """Each with the seconds after the first cell from which on it starts no further probe."""
     capacity: Capacity
     """As planned."""
     reported_tokens: int
@@ -81,14 +81,14 @@ def run_load(
     `EngineFailedError`: the engine died (with its cause) or made no token for `stall_timeout_s`, every request of a cell
     failed, token counts don't agree, or prompts were answered from the prefix cache.
     """
-    runner = _Runner(session, server, sampler, stall_timeout_s, plan, outcome)
+    runner = _Runner(session, server, sampler, stall_timeout_s, plan, outcome, time.monotonic())
     runner.warm_up()
     runner.fill()
     for repeat in range(1, plan.repeats + 1):
         for level in plan.levels:
             runner.level(level, repeat)
-    for search_plan, budget_s in plan.searches:
-        runner.search(search_plan, budget_s)
+    for search_plan, until_s in plan.searches:
+        runner.search(search_plan, until_s)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class _Runner:
     stall_timeout_s: float
     plan: LoadPlan
     outcome: LoadOutcome
+    started_s: float
 
     def warm_up(self) -> None:
         """The engine's first requests of any size, whose records nobody sees."""
@@ -135,7 +136,7 @@ class _Runner:
             )
         )
 
-    def search(self, plan: SearchPlan, budget_s: float) -> None:
+    def search(self, plan: SearchPlan, until_s: float) -> None:
         """One search; its probes are cells that stop once they are decided."""
         started = time.monotonic()
         probes: list[Probe] = []
@@ -145,7 +146,7 @@ class _Runner:
             self.outcome.probes.append(probes[-1])
             return probes[-1].decision
 
-        found = search(plan.axis, probe, may_go_on=lambda: time.monotonic() - started < budget_s)
+        found = search(plan.axis, probe, may_go_on=lambda: time.monotonic() - self.started_s < until_s)
         self.outcome.searches.append(
             search_result(plan, self.plan.slo, found, probes, time.monotonic() - started)
         )

@@ -86,17 +86,18 @@ class _Run:
         self.stopped = False
         self._probe = probe
         self._may_go_on = may_go_on
-        self._tried = 0
+        self._decided: dict[float, Bound] = {}
 
     def _try(self, load: float | None) -> bool:
         """Probe, and take the answer in; False when there is nothing to try or no budget left."""
         if load is None or self.stopped:
             return False
-        if self._tried and not self._may_go_on():
+        if load in self._decided:
+            return True  # its answer has been taken in
+        if self._decided and not self._may_go_on():
             self.stopped = True
             return False
-        self._tried += 1
-        decision = self._probe(load)
+        decision = self._decided[load] = self._probe(load)
         if decision == "pass":
             self.low = max(self.low, load)
             if self.ceiling is not None and self.ceiling <= self.low:

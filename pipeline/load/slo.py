@@ -149,7 +149,13 @@ def _answer(plan: SearchPlan, slo: Slo, found: Found, probes: Sequence[Probe]) -
         )
         return f"no load{undecided or ' meets the SLO'}: {best}{ended}"
     if found.high is None:
-        return f"the SLO holds at {found.low:g} {unit}, and no load up to {plan.axis.maximum:g} was shown to break it{ended}"
+        top = max(probe.load for probe in probes)
+        above = (
+            "the highest tried"
+            if top == found.low
+            else f"and nothing up to {top:.4g}, the highest tried, was shown to break it"
+        )
+        return f"the SLO holds at {found.low:.4g} {unit}, {above}{ended}"
     breaks = found.high + 1 if plan.axis.whole else found.high * (1 + plan.axis.resolution)
     if breaks > found.low * (1 + 1e-9) + (1 if plan.axis.whole else found.low * plan.axis.resolution):
         return f"the SLO holds at {found.low:.4g} {unit} and breaks at {breaks:.4g}; between the two it isn't decided{ended}"

@@ -97,11 +97,24 @@ class _Session:
         requests = write_text(self._folder / f"{cell.name}.requests.jsonl", _request_lines(cell))
         argv = bench_arguments(cell, target, requests)
         self._send({"name": cell.name, "argv": argv, "open": cell.concurrency is None})
+        try:
+            return self._follow(cell, observer, raw_path, offset_s)
+        except BaseException:
+            with contextlib.suppress(
+                QuantgateError
+            ):  # whoever goes on with this session gets a quiet generator
+                self._send({"stop": cell.name})
+            raise
+
+    def _follow(self, cell: Cell, observer: Observer, raw_path: Path, offset_s: float) -> CellResult:
+        """Take in the cell's events up to its end. Those of a cell that was given up before it mean nothing."""
         raw: list[dict[str, Any]] = []
         records: list[RequestRecord] = []
         stopping = False
         while True:
             for event in self._events(TICK_S):
+                if event.get("name") != cell.name:
+                    continue
                 if event["event"] == "request":
                     raw.append(event)
                     records.append(record_of(event, cell, offset_s))

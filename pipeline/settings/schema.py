@@ -335,7 +335,10 @@ class ClosedSearchSettings(Strict):
         ge=0, lt=1, description="relative step that need not be told apart; 0: to the stream"
     )
     max_requests: int = Field(ge=1, description="requests a probe may judge before it is undecided")
-    budget_s: float = Field(gt=0, description="no probe starts later; the interval is then wider")
+    until_s: float = Field(
+        gt=0,
+        description="seconds after the first cell from which on no probe starts; the interval is then wider",
+    )
 
 
 class OpenSearchSettings(Strict):
@@ -346,7 +349,10 @@ class OpenSearchSettings(Strict):
     maximum_rps: float = Field(gt=0)
     resolution: float = Field(gt=0, lt=1, description="relative step between two rates")
     max_requests: int = Field(ge=1, description="requests a probe may judge before it is undecided")
-    budget_s: float = Field(gt=0, description="no probe starts later; the interval is then wider")
+    until_s: float = Field(
+        gt=0,
+        description="seconds after the first cell from which on no probe starts; the interval is then wider",
+    )
 
 
 class LoadSettings(Strict):

@@ -16,7 +16,7 @@ def fill_test(**changes: Any) -> FillTest:
         "offered": 12,
         "predicted_running": 8,
         "observed_peak_running": 8,
-        "observed_peak_waiting": 4,
+        "waiting_at_peak": 4,
         "observed_peak_kv_usage": 0.94,
         "preemptions": 0,
         "agrees": True,

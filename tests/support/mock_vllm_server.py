@@ -82,7 +82,7 @@ class _Pool:
         except asyncio.CancelledError:
             if entry in self.queue:
                 self.queue.remove(entry)
-            else:
+            elif not future.cancelled():
                 self._release(blocks)
             raise
         try:
@@ -98,6 +98,8 @@ class _Pool:
     def _admit(self) -> None:
         while self.queue and self.running < self.max_running and self.used + self.queue[0][0] <= self.blocks:
             blocks, future = self.queue.popleft()
+            if future.done():  # its client left, and its handler hasn't run yet
+                continue
             self.used += blocks
             self.running += 1
             future.set_result(None)

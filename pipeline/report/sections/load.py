@@ -122,7 +122,7 @@ def fill_table(bundle: ResultBundle) -> Table:
                 figure(count(fill.predicted_running)),
                 figure(count(fill.observed_peak_running)),
                 Cell(agreement, note=sentence(fill.note)),
-                figure(count(fill.observed_peak_waiting)),
+                figure(count(fill.waiting_at_peak)),
                 figure(percent(fill.observed_peak_kv_usage, 0)),
                 figure(count(fill.preemptions)),
             ]

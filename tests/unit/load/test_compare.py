@@ -77,18 +77,41 @@ def test_fp8_effect_is_split_into_its_parts() -> None:
         "bf16",
         level(1, ttft=point(100), tpot=point(20), peak_running=1),
         level(8, ttft=point(300), tpot=point(40), peak_running=8),
-        level(60, ttft=point(9000), tpot=point(50), goodput_rps=1.0, steady=None, peak_running=26),
+        level(
+            60,
+            ttft=point(9000),
+            tpot=point(50),
+            goodput_rps=1.0,
+            output_throughput_tok_s=50.0,
+            steady=None,
+            peak_running=26,
+        ),
     )
     other = measured(
         "bf16-fp8kv",
         level(1, ttft=point(110), tpot=point(21), peak_running=1),
         level(8, ttft=point(300), tpot=point(60), peak_running=8),
-        level(60, ttft=point(4000), tpot=point(70), goodput_rps=1.8, steady=None, peak_running=53),
+        level(
+            60,
+            ttft=point(4000),
+            tpot=point(70),
+            goodput_rps=1.8,
+            output_throughput_tok_s=60.0,
+            steady=None,
+            peak_running=53,
+        ),
     )
     found = {effect.part: effect for effect in effects(base, other)}
     values = {part: effect.ratio.value for part, effect in found.items() if effect.ratio}
     assert values == pytest.approx(
-        {"KV tokens": 2.0, "prefill": 1.1, "decode": 1.5, "saturated goodput": 1.8, "control": 1.0}
+        {
+            "KV tokens": 2.0,
+            "prefill": 1.1,
+            "decode": 1.5,
+            "saturated goodput": 1.8,
+            "saturated throughput": 1.2,
+            "control": 1.0,
+        }
     )
     assert "at 1 streams" in found["prefill"].what
     assert "at 8 streams" in found["decode"].what and "at 8 streams" in found["control"].what

@@ -40,10 +40,10 @@ def test_every_shipped_load_can_decide_its_profiles_slo(load: str) -> None:
     slo = slo_of(settings)
     plans = search_plans(settings)
     assert plans
-    for plan, budget_s in plans:
+    for plan, until_s in plans:
         line = boundary(slo.percentile, slo.confidence, plan.max_requests)
         assert 0 in line.pass_at
-        assert budget_s > 0
+        assert until_s > 0
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_demos_plan_holds_the_control_and_the_fill_test(model: Path) -> None
     assert (plan.fill.predicted_running, plan.fill.offered) == (8, 12)
     assert [search.mode for search, _ in plan.searches] == ["closed"]
     longest = settings.load.workload.longest_tokens
-    assert longest == settings.server.block_size
+    assert longest is not None and longest <= settings.server.block_size  # one block each
     assert 8 in plan.levels and max(plan.levels) > 34
     requests = plan.source.requests("level-40", 80)
     assert {len(request.prompt) + request.output_tokens for request in requests} == {longest}

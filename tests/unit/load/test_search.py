@@ -54,10 +54,15 @@ def test_limit_beyond_the_axis_and_none_at_all() -> None:
 
 
 def test_undecided_stays_an_interval_and_is_never_rounded_up() -> None:
-    """19, 20 and 21 can't be told: 18 is the last that passed, 22 the first that failed."""
-    _, probe = oracle(18, undecided=(19, 20, 21))
+    """19, 20 and 21 can't be told: 18 is the last that passed, 22 the first that failed. No load is tried twice."""
+    tried, probe = oracle(18, undecided=(19, 20, 21))
     found = search(WHOLE, probe)  # type: ignore[arg-type]
     assert (found.low, found.high) == (18, 21)
+    assert len(tried) == len(set(tried))
+    tried, probe = oracle(12, undecided=(13, 14, 15))
+    found = search(WHOLE, probe)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (12, 15)
+    assert len(tried) == len(set(tried))
 
 
 def test_undecided_at_the_top_of_the_climb_still_finds_where_it_fails() -> None:

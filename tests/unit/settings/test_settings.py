@@ -43,7 +43,7 @@ def test_demo_has_its_five_variants() -> None:
         ("+load.levls=3", ["conf/load/demo.yaml", "levls", "unknown key"]),
         ("load.levels=[0]", ["conf/load/demo.yaml", "levels", "0"]),
         ("variant_names=[zz]", ["conf/variant/zz.yaml", "no such variant", "awq-fp8kv"]),
-        ("load.workload.input_tokens=900", ["916", "max_model_len 512"]),
+        ("load.workload.input_tokens=900", ["912", "max_model_len 512"]),
         ("load.search.start=100", ["conf/load/demo.yaml", "search.start 100 is above search.maximum 64"]),
         ("device.memory_utilization=1.2", ["conf/device/cpu-demo.yaml", "memory_utilization", "1.2"]),
         ("reference=foo", ["reference 'foo'", "bf16"]),
