@@ -40,6 +40,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from tokenizers import ByteLevelBPETokenizer
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # the mock needn't wait for a real engine's lease
     shutil.copytree(ROOT / "conf", "conf")
     shutil.copytree(ROOT / "evalsets/calibration", "evalsets/calibration")
     zoo = Path("evalsets/zoo")
