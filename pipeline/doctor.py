@@ -103,7 +103,7 @@ def _environment(name: str) -> Check:
 
 
 def _evalset(settings: Settings) -> str:
-    from pipeline.quality.evalset import check_no_leak, describe, load_items, load_texts
+    from pipeline.quality.evalset import check_no_leak, describe, load_items, load_texts, sample_items
     from pipeline.quality.tasks import read_task
 
     if settings.evalset.folder is None:
@@ -118,6 +118,7 @@ def _evalset(settings: Settings) -> str:
                 f"conf/evalset/{settings.choices['evalset']}.yaml: items is {task.items}; "
                 f"{files.items_path} has {len(items)}"
             )
+        sample_items(items, task.items, settings.evalset.seed, task.slice_items)
         for text in texts:
             check_no_leak(items, text)
         slices = ", ".join(f"{name} {count}" for name, count in describe(items)["slices"].items())

@@ -22,6 +22,7 @@ from pipeline.quality.stream import (
     read_stream,
     score_stream,
     stream_of,
+    stream_sha256,
     write_stream,
 )
 from pipeline.quality.tasks import read_task
@@ -145,7 +146,7 @@ def _stream(settings: Settings, name: str, server: Server, cache: RequestCache) 
     """The reference makes the stream and scores it, every other variant scores the reference's. Empty if none is wanted."""
     evalset, wanted = settings.evalset, settings.evalset.divergence
     if wanted is None or evalset.folder is None:
-        return ScoredStream("", 1, ())
+        return ScoredStream(stream_sha256(()), 1, ())
     client = StreamClient(
         server.base_url, server.served_name, evalset.concurrency, evalset.seed, server.check, cache
     )

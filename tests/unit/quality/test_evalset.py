@@ -22,6 +22,8 @@ from pipeline.quality.evalset import (
     sample_items,
     scoring_order,
 )
+from pipeline.quality.intervals import paired_interval
+from pipeline.settings import load_settings
 
 ROOT = Path(__file__).parents[3]
 GOOD: dict[str, Any] = {
@@ -410,6 +412,23 @@ def test_the_short_answers_are_short_unique_and_not_given_away() -> None:
         assert entry.slice == "arithmetic" or entry.expected not in answers[:3], entry.id
     for name in ("calibration", "heldout"):
         check_no_leak(short, load_texts(CALIBRATION / f"{name}.jsonl"))
+
+
+@pytest.mark.parametrize("profile", ["demo", "demo-full", "rtx4090"])
+def test_the_samples_of_the_profiles_can_decide_where_nothing_is_lost(profile: str) -> None:
+    """An A/A control without a flip must be a GO at each task's margin, clusters and all."""
+    settings = load_settings([f"profile={profile}"], ROOT)
+    for task, name, kind in (
+        (settings.evalset, "items", "multiple_choice"),
+        (settings.evalset.further[0], "short", "generate_until"),
+    ):
+        items = load_items(TEAM_DEMO / f"{name}.jsonl", kind)
+        sample = sample_items(items, task.items, settings.evalset.seed, task.slice_items)
+        margin = settings.policy.task_margins.get(task.task, settings.policy.quality_margin)
+        low, _ = paired_interval(
+            [0] * len(sample), [entry.cluster for entry in sample], settings.policy.confidence
+        )
+        assert low > -margin, (task.task, low)
 
 
 def test_calibration_and_held_out_text_are_apart() -> None:
