@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,85 +17,19 @@ import psutil
 import pytest
 
 from pipeline.errors import EngineFailedError
-from pipeline.load.driver import Cell, CellResult, LoadSession, Observer, Request, Target, make_driver
-from pipeline.load.fill import plan_fill
-from pipeline.load.measure import LoadOutcome, LoadPlan, run_load
+from pipeline.load.driver import CellResult, LoadSession, Request, Target
 from pipeline.load.metrics import Limits, distribution, e2el_s, itls_s, summarise, tpot_s, ttft_s
-from pipeline.load.records import RequestRecord, read_records, write_records
+from pipeline.load.records import RequestRecord
 from pipeline.load.search import Axis
 from pipeline.load.slo import SearchPlan, Slo, arrivals, probe_result
-from pipeline.load.workload import make_source
-from pipeline.results import Capacity, LoadLevel
-from pipeline.serving.sampler import MetricsSampler
-from pipeline.settings.schema import FixedWorkload
+from pipeline.results import LoadLevel
 from tests.support.environments import environment_python
-from tests.support.mock_vllm import REPOSITORY, MockServer, start_mock
+from tests.support.load_cells import TOKENS, Seen, closed_cell, run_cell
+from tests.support.mock_vllm import REPOSITORY, start_mock
 
-TOKENS = 16
 TTFT_S, ITL_S = 0.2, 0.02
 SLACK_S = 0.05  # of a two-core machine that runs client, mock and other tests at once
 SLO = Slo(Limits(ttft_ms=500, tpot_ms=60), percentile=0.8, confidence=0.9)
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadSession]:
-    """One generator process for the module: importing vLLM takes 10 s. A proxy of the user's must not be in the way."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-        patch.setenv("http_proxy", "http://127.0.0.1:9")
-        patch.setenv("NO_PROXY", "")
-        with make_driver("vllm-bench", environment_python("serve")).session(
-            tmp_path_factory.mktemp("bench")
-        ) as started:
-            yield started
-
-
-class Watched:
-    """A mock that can be asked whether it lives, as `pipeline.serving.server.Server` can."""
-
-    def __init__(self, mock: MockServer) -> None:
-        self.base_url = mock.base_url
-        self.served_name = mock.served_name
-        self.dead = False
-
-    def check(self) -> None:
-        if self.dead:
-            raise EngineFailedError(
-                "the server of demo died: RuntimeError: scripted death; its log is serve.log"
-            )
-
-
-class Seen:
-    """An observer that keeps what it is told and stops the cell after so many ends."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.records: list[RequestRecord] = []
-        self._stop_after = stop_after
-
-    def request(self, record: RequestRecord) -> None:
-        self.records.append(record)
-
-    def tick(self) -> bool:
-        return self._stop_after is not None and len(self.records) >= self._stop_after
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    vocabulary = {chr(0x4E00 + number): number for number in range(2000)}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    return folder
-
-
-def closed_cell(model: Path, concurrency: int, count: int, tokens: int = TOKENS, **options: Any) -> Cell:
-    workload = FixedWorkload(kind="fixed", input_tokens=100, output_tokens=tokens)
-    name = f"level-{concurrency}"
-    requests = make_source(workload, model, 1, 2048).requests(name, count)
-    return Cell(name, requests, concurrency=concurrency, **options)
-
-
-def run_cell(session: LoadSession, mock: MockServer, cell: Cell, stop_after: int | None = None) -> CellResult:
-    return session.run(Target(mock.base_url, mock.served_name), cell, Seen(stop_after))
 
 
 def figures(result: CellResult) -> LoadLevel:
@@ -311,181 +244,6 @@ def test_open_loop_latency_grows_with_the_servers_queue(session: LoadSession, mo
         result = run_cell(session, mock, cell)
     assert ttft_s(result.records[0]) == pytest.approx(0.05, abs=SLACK_S)
     assert ttft_s(result.records[-1]) == pytest.approx(0.05 + 19 * 0.1, abs=0.3)
-
-
-# --- the whole run ----------------------------------------------------------------------------------------------------
-
-
-def capacity(tokens: int, max_model_len: int = 512) -> Capacity:
-    blocks = tokens // 128
-    return Capacity(
-        max_model_len=max_model_len,
-        block_size=128,
-        kappa_bytes=23_040,
-        kv_budget_bytes=None,
-        predicted_tokens=tokens,
-        predicted_sequences=None,
-        predicted_fitting_sequences=(blocks - 1) // (max_model_len // 128),
-        reported_tokens=None,
-        reported_sequences=None,
-        observed_peak_running=None,
-    )
-
-
-def load_plan(model: Path, *levels: int, tokens: int = 3584, **changes: Any) -> LoadPlan:
-    """Levels of short requests, and a fill test of full-length ones on a pool of 27 usable blocks."""
-    fill = plan_fill(capacity(tokens), 3, 256, 2048)
-    lengths = FixedWorkload(kind="fixed", input_tokens=fill.prompt_tokens, output_tokens=fill.output_tokens)
-    values: dict[str, Any] = {
-        "source": make_source(
-            FixedWorkload(kind="fixed", input_tokens=100, output_tokens=TOKENS), model, 1, 512
-        ),
-        "levels": levels,
-        "requests_per_stream": 1,
-        "min_requests": 4,
-        "repeats": 1,
-        "warmup_requests": 1,
-        "slo": SLO,
-        "fill": fill,
-        "fill_source": make_source(lengths, model, 1, 512),
-        "searches": (),
-        "capacity": capacity(tokens),
-        "reported_tokens": tokens,
-        "seed": 1,
-    }
-    return LoadPlan(**(values | changes))
-
-
-def run_plan(
-    plan: LoadPlan, session: LoadSession, mock: MockServer, outcome: LoadOutcome, **options: Any
-) -> MetricsSampler:
-    with MetricsSampler(mock.base_url, interval_s=0.1) as sampler:
-        run_load(plan, session, Watched(mock), sampler, outcome, **options)
-    return sampler
-
-
-def test_whole_run_is_recomputable_from_its_files(session: LoadSession, model: Path, tmp_path: Path) -> None:
-    """Fill test, levels and a search; afterwards the files alone give every published figure again."""
-    search = SearchPlan("closed", Axis(2, 1, 16, whole=True, resolution=0), max_requests=30)
-    plan = load_plan(model, 2, 8, searches=((search, 60.0),))
-    outcome = LoadOutcome()
-    script = {"kv_cache_tokens": 3584, "preemptions_per_request": 1, "max_num_seqs": 6, "max_model_len": 512}
-    plan = replace(plan, fill=replace(plan.fill, predicted_running=6) if plan.fill else None)
-    with start_mock(ttft_s=0.1, itl_s=0.01, **script) as mock:
-        sampler = run_plan(plan, session, mock, outcome)
-    assert [(level.peak_running, level.peak_waiting) for level in outcome.levels] == [(2, 0), (6, 2)]
-    assert [level.preemptions for level in outcome.levels] == [
-        6,
-        16,
-    ]  # the warm-up's and the fill test's belong to neither
-    assert [level.prefix_cache_hit_rate for level in outcome.levels] == [0.0, 0.0]
-    stored = read_records(write_records(tmp_path / "demo.requests.parquet", outcome.records))
-    lines = sampler.write(tmp_path / "timeline.jsonl").read_text().splitlines()
-    timeline = [json.loads(line) for line in lines]
-
-    def of(cell: str) -> list[RequestRecord]:
-        return [record for record in stored if record.cell == cell]
-
-    for level in outcome.levels:
-        share = level.client_cpu_share
-        assert summarise(of(level.cell), timeline, SLO.limits, client_cpu_share=share) == level
-    (found,) = outcome.searches
-    for probe in found.probes:
-        assert probe_result(of(probe.cell), probe.load, SLO, search, probe.client_cpu_share) == probe
-    assert outcome.fill is not None and plan.fill is not None
-    assert outcome.fill.agrees, outcome.fill.note
-    from pipeline.load.fill import fill_result
-
-    assert fill_result(plan.fill, plan.capacity, 3584, of("fill"), timeline) == outcome.fill
-
-
-def test_fill_test_finds_the_pools_limit(session: LoadSession, model: Path) -> None:
-    """28 blocks, one of them the null block, four a sequence: six run, and the seventh waits though the log says 7.00x."""
-    outcome = LoadOutcome()
-    with start_mock(ttft_s=0.3, itl_s=0.02, kv_cache_tokens=3584, max_model_len=512) as mock:
-        run_plan(load_plan(model, 1), session, mock, outcome)
-    found = outcome.fill
-    assert found is not None
-    assert (found.predicted_running, found.observed_peak_running, found.waiting_at_peak) == (6, 6, 3)
-    assert found.agrees and found.observed_peak_kv_usage == pytest.approx(24 / 27)
-
-
-def test_search_finds_the_servers_limit(session: LoadSession, model: Path) -> None:
-    """Six run at a time; with 12 streams each waits as long as it is served, with seven one in seven does.
-
-    A wait of 0.25 s is over the TTFT limit of 0.2 s. Four in five must be within it: eight streams are too many for sure.
-    """
-    search = SearchPlan("closed", Axis(4, 1, 24, whole=True, resolution=0.25), max_requests=40)
-    slo = Slo(Limits(200, 1000), 0.8, 0.9)
-    plan = load_plan(model, 1, fill=None, searches=((search, 60.0),), slo=slo)
-    outcome = LoadOutcome()
-    with start_mock(ttft_s=0.1, itl_s=0.01, max_num_seqs=6) as mock:
-        run_plan(plan, session, mock, outcome)
-    (found,) = outcome.searches
-    assert found.low is not None and 4 <= found.low <= 10
-    assert found.high is not None and found.high <= 14
-    assert found.probes[0].decision == "pass"
-    assert any(probe.decision == "fail" for probe in found.probes)
-
-
-def test_prefix_cache_hits_end_the_run(session: LoadSession, model: Path) -> None:
-    with (
-        start_mock(prefix_hit_rate=0.1, ttft_s=0.05) as mock,
-        pytest.raises(EngineFailedError, match=r"10\.0% of the prompt tokens of level-2"),
-    ):
-        run_plan(load_plan(model, 2, fill=None), session, mock, LoadOutcome())
-
-
-def test_stalled_server_ends_the_run_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
-    """The third request, one of the level's, never goes on after its first chunk."""
-    before = set(psutil.Process().children(recursive=True))
-    driver = make_driver("vllm-bench", environment_python("serve"))
-    plan = load_plan(model, 2, fill=None)
-    with (
-        start_mock(stall_every=3) as mock,
-        driver.session(tmp_path) as own,
-        pytest.raises(EngineFailedError, match=r"made no token for 3 s at level-2, \d of 6 requests done"),
-    ):
-        run_plan(plan, own, mock, LoadOutcome(), stall_timeout_s=3)
-    assert set(psutil.Process().children(recursive=True)) <= before
-    assert (tmp_path / "warmup.json").is_file()
-    assert not list(tmp_path.glob("*.partial"))
-
-
-class Dying:
-    """Lets the server's `check` see the death that a failed request is the first sign of."""
-
-    def __init__(self, session: LoadSession, server: Watched) -> None:
-        self._session = session
-        self._server = server
-
-    def run(self, target: Target, cell: Cell, observer: Observer) -> CellResult:
-        outer = self
-
-        class Telling:
-            def request(self, record: RequestRecord) -> None:
-                outer._server.dead = outer._server.dead or record.failed
-                observer.request(record)
-
-            def tick(self) -> bool:
-                return observer.tick()
-
-        return self._session.run(target, cell, Telling())
-
-
-def test_server_that_dies_in_the_middle_leaves_what_was_finished(session: LoadSession, model: Path) -> None:
-    """The warm-up and the first level's six requests are answered; the next level's second is the end."""
-    outcome = LoadOutcome()
-    with (
-        start_mock(die_at_request=9, ttft_s=0.02) as mock,
-        MetricsSampler(mock.base_url, interval_s=0.2) as sampler,
-    ):
-        server = Watched(mock)
-        with pytest.raises(EngineFailedError, match=r"scripted death; its log is serve\.log"):
-            run_load(load_plan(model, 2, 4, fill=None), Dying(session, server), server, sampler, outcome)
-        assert len(mock.requests) >= 9
-    assert [level.cell for level in outcome.levels] == ["level-2"]
-    assert {record.cell for record in outcome.records} == {"level-2", "level-4"}
 
 
 def test_generator_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:

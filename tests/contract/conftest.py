@@ -1,0 +1,34 @@
+"""What several modules of contract tests share: one load generator, and a model folder with nothing but a tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.load.driver import LoadSession, make_driver
+from tests.support.environments import environment_python
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadSession]:
+    """One generator process for all: importing vLLM takes 10 s. A proxy of the user's must not be in the way."""
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+            patch.setenv("http_proxy", "http://127.0.0.1:9")
+            patch.setenv("NO_PROXY", "")
+            driver = make_driver("vllm-bench", environment_python("serve"))
+            started = stack.enter_context(driver.session(tmp_path_factory.mktemp("bench")))
+        yield started
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {chr(0x4E00 + number): number for number in range(2000)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return folder
