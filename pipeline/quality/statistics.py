@@ -109,25 +109,18 @@ def compare(
         raise UserInputError(
             f"quality margin {margin}: allowed are values between 0 and 1, such as 0.02 for 2 points"
         )
-    look = None if looks is None else look_of(reference, variant, looks)
-    if looks is not None and look is not None:
-        reference = reference[: looks.items[look - 1]]
-    level = confidence if looks is None or look is None else confidence_at(looks, look)
-    pairs = pair(reference, variant)
+    pairs, look, level = _at_look(reference, variant, confidence, looks)
     differences = _differences(pairs)
     clusters = [first.cluster for first, _ in pairs]
-    n = len(pairs)
-    if n < 2:
-        raise UserInputError(
-            "one item is no comparison; at least 2 are needed, and hundreds to decide anything"
-        )
-    gained, lost = differences.count(1), differences.count(-1)
+    n, gained, lost = len(pairs), differences.count(1), differences.count(-1)
     right = sum(second.correct for _, second in pairs)
     interval = paired_interval(differences, clusters, level)
-    decided = non_inferiority(interval, margin) != "INCONCLUSIVE"
     effect = design_effect(differences, clusters)
     alpha, flip_rate = (1 - level) / 2, max(gained + lost, 0.5) / n  # half a flip where none was seen
-    floor = None if control is None else _noise(pairs, control)
+    needed = None
+    if non_inferiority(interval, margin) == "INCONCLUSIVE":
+        needed = math.ceil(items_to_decide(margin, flip_rate, alpha, POWER) * effect)
+    floor: dict[str, Any] = {} if control is None else _noise(pairs, control)
     return QualityDelta(
         n=n,
         accuracy=right / n,
@@ -146,19 +139,34 @@ def compare(
         flips_gained=gained,
         changed_answers=_changed_answers(pairs),
         mcnemar_p=mcnemar_exact(gained, lost),
-        items_to_decide=None
-        if decided
-        else math.ceil(items_to_decide(margin, flip_rate, alpha, POWER) * effect),
+        items_to_decide=needed,
         smallest_margin=smallest_margin(n / effect, flip_rate, alpha, POWER),
-        noise_floor_flips=None if floor is None else floor["flips"],
-        noise_floor_changed_answers=None if floor is None else floor["changed_answers"],
-        noise_p=None if floor is None else floor["p"],
-        within_noise=None if floor is None else floor["within"],
+        noise_floor_flips=floor.get("flips"),
+        noise_floor_changed_answers=floor.get("changed_answers"),
+        noise_p=floor.get("p"),
+        within_noise=floor.get("within"),
         untold=_why_untold(pairs, confidence),
         look=look,
         planned_looks=None if looks is None else list(looks.items),
         slices=_slice_deltas(pairs, confidence),
     )
+
+
+def _at_look(
+    reference: Sequence[Sample], variant: Sequence[Sample], confidence: float, looks: Looks | None
+) -> tuple[list[tuple[Sample, Sample]], int | None, float]:
+    """The pairs, the look that they were stopped at, and the two-sided level of the interval there."""
+    look, level = None, confidence
+    if looks is not None:
+        look = look_of(reference, variant, looks)
+        reference = reference[: looks.items[look - 1]]
+        level = confidence_at(looks, look)
+    pairs = pair(reference, variant)
+    if len(pairs) < 2:
+        raise UserInputError(
+            "one item is no comparison; at least 2 are needed, and hundreds to decide anything"
+        )
+    return pairs, look, level
 
 
 def perplexity_ratio(

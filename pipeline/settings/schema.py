@@ -495,6 +495,12 @@ class PolicySettings(Strict):
     max_perplexity_ratio: float | None = Field(
         default=None, gt=1, description="perplexity of variant / reference that is tolerated; null: no gate"
     )
+    max_delta_p_rms: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="root mean square change of a token's probability that is tolerated; null: no gate",
+    )
     confidence: float = Field(
         gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference"
     )

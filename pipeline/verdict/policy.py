@@ -42,6 +42,9 @@ class Policy(_Strict):
     max_perplexity_ratio: float | None = Field(
         default=None, gt=1, description="variant / reference; null: no gate"
     )
+    max_delta_p_rms: float | None = Field(
+        default=None, gt=0, lt=1, description="change of a token's probability; null: no gate"
+    )
     confidence: float = Field(
         gt=0.5,
         lt=1,

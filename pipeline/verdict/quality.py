@@ -183,6 +183,13 @@ def divergence_gates(evidence: Evidence, policy: Policy) -> list[Gate]:
             found.perplexity_ratio if found else None,
             1,
         ),
+        (
+            "divergence-delta-p",
+            policy.max_delta_p_rms,
+            "share of probability",
+            found.delta_p_rms if found else None,
+            1,
+        ),
     )
     return [
         _limit_gate(Rule(name, limit, unit), estimate, worse, evidence.divergence_refusal)

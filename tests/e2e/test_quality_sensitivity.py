@@ -1,7 +1,7 @@
 """Does the quality gate see what it must, on the real engine? A damaged layer is a NO-GO, the reference run again a GO.
 
-The gate, the statistics and the token stream are the ones of the stage; only the eval set is a smaller sample, without the long
-prompts, so that three runs fit in minutes.
+The gate, the statistics and the token stream are the ones of the stage; only the eval set is a smaller sample, almost without
+long prompts, and the damaged model's run may stop at its first look, so that three runs fit in minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ import pytest
 from pipeline.quality.divergence import ScoredStream, diverge
 from pipeline.quality.evalset import load_items, sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
-from pipeline.quality.statistics import compare
+from pipeline.quality.sequential import Looks
+from pipeline.quality.statistics import compare, non_inferiority
 from pipeline.quality.stream import StreamClient, make_stream, score_stream, stream_of
 from pipeline.results import Sample
 from pipeline.serving.command import ServeSpec
@@ -31,6 +33,7 @@ SET = ROOT / "evalsets/team-demo"
 MARGIN, CONFIDENCE = 0.03, 0.95
 ITEMS = 146  # a sample without a flip excludes a loss of 2.6 points; with the one long prompt that a sample must hold
 DAMAGED = "model.layers.3."
+LOOKS = Looks((60, ITEMS), (1 - CONFIDENCE) / 2, "pocock")
 POLICY = Policy(required_sequences=1, quality_margin=MARGIN, confidence=CONFIDENCE, max_kl=0.5)
 
 
@@ -64,9 +67,19 @@ def _spec(model: Path) -> ServeSpec:
     )  # fmt: skip
 
 
-def _scores(server: Server, model: Path, folder: Path) -> Scores:
-    run = EvalRun(SET, "team_demo", ITEMS, seed=3, concurrency=8, slice_items={"long_context": 1})
-    return run_quality(run, Endpoint(server.base_url, "m", model, 512), folder, Hooks(server.check))
+def _scores(server: Server, model: Path, folder: Path, reference: Sequence[Sample] | None = None) -> Scores:
+    """All items, or with a `reference` those up to the look that decides."""
+
+    def decided(samples: Sequence[Sample]) -> bool:
+        assert reference is not None
+        delta = compare(reference, samples, margin=MARGIN, confidence=CONFIDENCE, looks=LOOKS)
+        return delta.delta_ci is not None and non_inferiority(delta.delta_ci, MARGIN) != "INCONCLUSIVE"
+
+    run = EvalRun(
+        SET, "team_demo", ITEMS, seed=3, concurrency=8, slice_items={"long_context": 1}, looks=LOOKS.items
+    )
+    hooks = Hooks(server.check, None if reference is None else decided)
+    return run_quality(run, Endpoint(server.base_url, "m", model, 512), folder, hooks)
 
 
 def _client(server: Server) -> StreamClient:
@@ -88,7 +101,7 @@ def runs(
             found[name] = scores.samples, score_stream(_client(server), stream, 20)
     damaged = damage(prepared_model, folder / "damaged")
     with serve(_spec(damaged), environment_python("serve"), folder / "damaged.log", 400) as server:
-        scores = _scores(server, damaged, folder / "scores")
+        scores = _scores(server, damaged, folder / "scores", found["bf16"][0])
         tokens = stream_of(found["bf16"][1])
         found["damaged"] = scores.samples, score_stream(_client(server), tokens, 20)
     return found

@@ -271,7 +271,9 @@ def test_nothing_measured_is_inconclusive_everywhere() -> None:
     assert all(gate.value is None and gate.why for gate in gates)
 
 
-LIMITED = POLICY.model_copy(update={"max_kl": 0.1, "min_same_top1": 0.9, "max_perplexity_ratio": 1.2})
+LIMITED = POLICY.model_copy(
+    update={"max_kl": 0.1, "min_same_top1": 0.9, "max_perplexity_ratio": 1.2, "max_delta_p_rms": 0.1}
+)
 
 
 def estimate(value: float, error: float) -> Estimate:
@@ -290,13 +292,14 @@ def estimate(value: float, error: float) -> Estimate:
 def test_divergence_gates_take_the_whole_interval(
     kl: float, top1: float, ratio: float, decisions: list[str]
 ) -> None:
-    figures = {"kl": kl, "same_top1": top1, "perplexity_ratio": ratio}
+    figures = {"kl": kl, "same_top1": top1, "perplexity_ratio": ratio, "delta_p_rms": kl}
     found = sample_results.divergence("awq").model_copy(
         update={key: estimate(value, 0.01) for key, value in figures.items()}
     )
     gates = divergence_gates(Evidence(True, divergence=found), LIMITED)
-    assert [gate.decision for gate in gates] == decisions
-    assert [gate.name for gate in gates] == ["divergence-kl", "divergence-top1", "divergence-perplexity"]
+    assert [gate.decision for gate in gates] == [*decisions, decisions[0]]
+    names = ["divergence-kl", "divergence-top1", "divergence-perplexity", "divergence-delta-p"]
+    assert [gate.name for gate in gates] == names
 
 
 def test_divergence_gates_are_optional_and_never_go_without_evidence() -> None:
