@@ -30,6 +30,8 @@ THEIR_NEEDS = (
     "packaging",
     "platformdirs",
     "diskcache",
+    "safetensors",
+    "huggingface-hub",
 )
 POOL_BYTES = 4 * GIB
 LENGTH = 4096
