@@ -1,4 +1,4 @@
-"""`quantgate plan | doctor | use | show | ui`: what a person types beside `dvc repro`."""
+"""`quantgate plan | calibrate | doctor | use | show | ui`: what a person types beside `dvc repro`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import UserInputError, run_main
 from pipeline.settings import load_parameters, load_settings, write_parameters
-from pipeline.settings.compose import profiles
+from pipeline.settings.compose import choices_of, profiles
 
 OVERRIDES = "Hydra overrides, e.g. profile=rtx4090, device=rtx4090, server.max_model_len=4096"
 
@@ -25,7 +25,31 @@ def main() -> int:
         "plan", help="what fits: the capacity table and the ordered levers, by arithmetic"
     )
     plan.add_argument("overrides", nargs="*", help=OVERRIDES)
-    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    form = plan.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    form.add_argument("--csv", action="store_true", help="one line per variant instead of tables")
+    plan.add_argument(
+        "--plot", metavar="FILE", type=Path, help="also draw sequences against context: FILE.html or FILE.png"
+    )
+    plan.add_argument(
+        "--workload",
+        metavar="LENGTHS",
+        help="expected concurrency for lengths that vary: mean=2000,p95=6000 (tokens per sequence), or a JSONL file "
+        "whose lines have tokens, or prompt_tokens and output_tokens",
+    )
+    plan.add_argument(
+        "--model-folder", metavar="DIR", type=Path, help="take the geometry from this folder's config.json"
+    )
+    calibrate = commands.add_parser(
+        "calibrate", help="fit the memory overheads from measured runs, as a new option in conf/overheads/"
+    )
+    calibrate.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        help="results/measure/*.json of this and earlier runs (default: this run's)",
+    )
+    calibrate.add_argument("--profile", help="the profile they were measured with (default: params.yaml's)")
     doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
     doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
@@ -35,7 +59,14 @@ def main() -> int:
     ui = commands.add_parser("ui", help="MLflow on 127.0.0.1")
     ui.add_argument("--port", type=int, default=5000)
     arguments = parser.parse_args()
-    action = {"plan": _plan, "doctor": _doctor, "use": _use, "show": _show, "ui": _ui}[arguments.command]
+    action = {
+        "plan": _plan,
+        "calibrate": _calibrate,
+        "doctor": _doctor,
+        "use": _use,
+        "show": _show,
+        "ui": _ui,
+    }[arguments.command]
     return run_main(lambda: action(arguments))
 
 
@@ -49,16 +80,42 @@ def _overrides(given: list[str]) -> list[str]:
         return given
     for group in ("device", "model"):
         for name in profiles():
-            if group in keys and load_settings([f"profile={name}"]).choices[group] == keys[group]:
+            if group in keys and choices_of(name)[group] == keys[group]:
                 return [f"profile={name}", *given]
     return [f"profile={load_parameters()['profile']}", *given]
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from pipeline.planning import plan_of, render_plan
+    from pipeline.planning import as_csv, plan_of, render_plan
+    from pipeline.planning.inputs import read_lengths, with_model_folder
 
-    plan = plan_of(load_settings(_overrides(arguments.overrides)))
-    print(json.dumps(plan, indent=2) if arguments.json else render_plan(plan))
+    settings = load_settings(_overrides(arguments.overrides))
+    if arguments.model_folder is not None:
+        settings = with_model_folder(settings, arguments.model_folder)
+    lengths = read_lengths(arguments.workload, settings.server.max_model_len) if arguments.workload else None
+    plan = plan_of(settings, lengths)
+    if arguments.plot is not None:
+        from pipeline.planning.plot import write_plot
+
+        print(f"plot: {write_plot(settings, plan, arguments.plot)}", file=sys.stderr)
+    if arguments.csv:
+        print(as_csv(plan), end="")
+    else:
+        print(json.dumps(plan, indent=2, ensure_ascii=False) if arguments.json else render_plan(plan))
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from pipeline.planning.calibrate import calibrate
+
+    profile = arguments.profile or load_parameters()["profile"]
+    settings = load_settings([f"profile={profile}"])
+    files = arguments.files or sorted(
+        path for path in Path("results/measure").glob("*.json") if not path.name.endswith(".engine.json")
+    )
+    path, text = calibrate(settings, files)
+    print(
+        f"{text}\n{path} now holds them; `overheads={path.stem}` uses them, in a profile or with `quantgate plan`"
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

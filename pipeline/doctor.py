@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.capacity import GIB
 from pipeline.environments.build import ENVIRONMENTS, environment_folder, is_complete
 from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.files import cache_folder
@@ -16,7 +17,6 @@ from pipeline.results import Environment
 from pipeline.settings import Settings
 
 Status = Literal["ok", "warn", "fail"]
-GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,27 @@ def _environment(name: str) -> Check:
 
 
 def _evalset(settings: Settings) -> str:
-    from pipeline.quality.evalset import check_no_leak, describe, load_items, load_texts
-    from pipeline.quality.runner import task_config
+    from pipeline.quality.evalset import check_no_leak, describe, load_items, load_texts, sample_items
+    from pipeline.quality.tasks import read_task
 
-    _, items_path, _ = task_config(Path(settings.evalset.folder), settings.evalset.task)
-    items = load_items(items_path)
-    if settings.evalset.items is not None and settings.evalset.items > len(items):
-        raise UserInputError(
-            f"conf/evalset/{settings.choices['evalset']}.yaml: items is {settings.evalset.items}; "
-            f"{items_path} has {len(items)}"
-        )
-    for file in sorted({recipe.calibration_file for recipe in settings.quantizers.values()}):
-        check_no_leak(items, load_texts(Path(file)))
-    slices = ", ".join(f"{name} {count}" for name, count in describe(items)["slices"].items())
-    return f"{len(items)} items ({slices}), none of them in the calibration text"
+    if settings.evalset.folder is None:
+        return f"{settings.evalset.task} of lm-eval's own, read from a hub when it is scored"
+    texts = [load_texts(Path(r.calibration_file)) for r in settings.quantizers.values()]
+    said = []
+    for task in (settings.evalset, *settings.evalset.further):
+        files = read_task(Path(settings.evalset.folder), task.task)
+        items = load_items(files.items_path, files.kind)
+        if task.items is not None and task.items > len(items):
+            raise UserInputError(
+                f"conf/evalset/{settings.choices['evalset']}.yaml: items is {task.items}; "
+                f"{files.items_path} has {len(items)}"
+            )
+        sample_items(items, task.items, settings.evalset.seed, task.slice_items)
+        for text in texts:
+            check_no_leak(items, text)
+        slices = ", ".join(f"{name} {count}" for name, count in describe(items)["slices"].items())
+        said.append(f"{len(items)} items ({slices})")
+    return f"{'; '.join(said)}, none of them in the calibration text"
 
 
 def _plan(settings: Settings) -> str:

@@ -6,6 +6,7 @@ A message is one clear sentence for the person at the terminal; a traceback is n
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -45,6 +46,9 @@ def run_main(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted; finished results are kept, run the same command again to go on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         print(f"error: {error.strerror or error}{where}", file=sys.stderr)

@@ -22,13 +22,18 @@ def cache_folder() -> Path:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write `text` atomically; parent folders are made."""
+    """Write `text` as UTF-8, atomically; parent folders are made."""
+    return write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> Path:
+    """Write `content` atomically; parent folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.capacity.kv import KvPool
 from pipeline.errors import UserInputError
 from pipeline.files import read_json, write_json
 
@@ -55,7 +54,17 @@ class Capacity(Record):
     block_size: int = Field(description="tokens per KV block")
     kappa_bytes: int = Field(description="KV bytes per token")
     kv_budget_bytes: int | None = Field(description="bytes granted to the KV pool")
+    blocks_per_sequence: int | None = Field(
+        default=None,
+        description="blocks that a sequence of max_model_len tokens takes, over all layer groups",
+    )
     predicted_tokens: int | None = Field(description="what the engine's log should say")
+    predicted_tokens_band: tuple[int, int] | None = Field(
+        default=None, description="the same at the ends of the overheads' band"
+    )
+    predicted_fitting_band: tuple[int, int] | None = Field(
+        default=None, description="predicted_fitting_sequences at the ends of the overheads' band"
+    )
     predicted_sequences: float | None = Field(
         description="predicted_tokens / max_model_len, as the log counts"
     )
@@ -65,18 +74,13 @@ class Capacity(Record):
     )
     reported_tokens: int | None = Field(description="from the engine's log, agreed with its metrics")
     reported_sequences: float | None = Field(description="from the engine's log")
+    reported_fitting_sequences: int | None = Field(
+        default=None, description="whole sequences that fit in the reported pool, the null block deducted"
+    )
     observed_peak_running: int | None = Field(description="most requests seen running at once under load")
     observed_peak_running_note: str | None = Field(
         default=None, description="what the observation means, or why it's missing"
     )
-
-    @property
-    def reported_fitting_sequences(self) -> int | None:
-        """Whole sequences of max_model_len that fit in the reported pool, as the planner counts them in its own."""
-        if self.reported_tokens is None:
-            return None
-        blocks = self.reported_tokens // self.block_size
-        return KvPool(blocks, self.block_size, self.max_model_len).fitting_sequences
 
 
 # --- environment ----------------------------------------------------------------------------------------------
@@ -101,6 +105,28 @@ class Environment(Record):
 # --- prepare, quantize, plan ----------------------------------------------------------------------------------
 
 
+class BudgetTerm(Record):
+    """One term of the memory budget as planned, and as the engine reported it."""
+
+    name: str
+    predicted_bytes: int
+    low_bytes: int
+    high_bytes: int
+    reported_bytes: int | None = Field(
+        default=None, description="from the engine's log; null where it doesn't say"
+    )
+    within: bool | None = Field(default=None, description="whether the reported value lies in the band")
+    note: str = ""
+
+
+class HandRow(Record):
+    """The capacity as the back-of-the-envelope formula gives it, and its way to the planned number, term by term."""
+
+    budget_bytes: int
+    sequences: int
+    steps: list[dict[str, Any]] = Field(description="term, by_hand, real, budget_gib, sequences")
+
+
 class PlanRow(Record):
     """One variant's line of the capacity plan."""
 
@@ -109,6 +135,8 @@ class PlanRow(Record):
     kv_cache_dtype: str
     weight_bytes: int
     overhead_bytes: int
+    terms: list[BudgetTerm] = Field(default_factory=list)
+    by_hand: HandRow | None = None
     capacity: Capacity
 
 
@@ -298,6 +326,7 @@ class Measurement(Record):
     variant: str
     profile: str
     weights: str
+    weight_bytes: int | None = Field(default=None, description="of the checkpoint, on the fullest rank")
     capacity: Capacity
     levels: list[LoadLevel]
     fill: FillTest | None = None
@@ -305,6 +334,9 @@ class Measurement(Record):
     requests_file: str
     timeline_file: str
     provenance: Provenance
+    reconciliation: list[BudgetTerm] = Field(
+        default_factory=list, description="the plan's terms with what the engine reported"
+    )
     startup_s: float
     wall_s: float
 
@@ -322,9 +354,25 @@ class Sample(Record):
     prompt_hash: str
     target_hash: str
     correct: bool
-    chosen: int
-    target: int
-    loglikelihoods: list[float] = Field(description="natural log, one per choice")
+    chosen: int | None = Field(description="index of the choice that was taken; null for a generated answer")
+    target: int | None = Field(description="index of the right choice; null for a generated answer")
+    loglikelihoods: list[float] = Field(
+        description="natural log, one per choice; empty for a generated answer"
+    )
+    prompt: str = Field(default="", description="as it was sent, chat template included")
+    choices: list[str] = Field(default_factory=list)
+    generated: str | None = Field(
+        default=None, description="the generated answer; null where choices are scored"
+    )
+    expected: str | None = Field(default=None, description="the right answer as text")
+    cut: bool = Field(default=False, description="the generated answer ended at the token limit")
+
+    @property
+    def answer(self) -> str | None:
+        """The answer as text, None where it wasn't kept."""
+        if self.chosen is None:
+            return self.generated
+        return self.choices[self.chosen] if self.chosen < len(self.choices) else None
 
 
 class SliceScore(Record):
@@ -336,20 +384,69 @@ class SliceScore(Record):
     chance: float
 
 
+class RollingText(Record):
+    """One text whose own likelihood was measured."""
+
+    id: str
+    slice: str
+    cluster: str
+    doc_hash: str
+    loglikelihood: float = Field(description="natural log, of the whole text")
+    utf8_bytes: int
+
+
+class TaskFormat(Record):
+    """How a task was put to the model, and what can go wrong with that without a word."""
+
+    chat_template: bool
+    fewshot: int | None = Field(description="examples before each prompt; null: as the task's yaml says")
+    bos_tokens: int | None = Field(description="BOS tokens that a prompt begins with, counted")
+    truncated_prompts: int = Field(
+        description="prompts that were cut; more than none only where that is allowed"
+    )
+    empty_answers: int
+    cut_answers: int = Field(description="generated answers that ended at the token limit")
+
+
+class TaskScores(Record):
+    """One task of an eval set."""
+
+    task: str
+    kind: str = Field(description="lm-eval's output_type, or benchmark for one of its own tasks")
+    n: int
+    accuracy: float | None = Field(description="null where texts are measured instead of answers")
+    accuracy_ci: tuple[float, float] | None
+    slices: dict[str, SliceScore]
+    samples: list[Sample]
+    texts: list[RollingText]
+    format: TaskFormat
+
+
 class Quality(Record):
     """`results/quality/<variant>.json`."""
 
     variant: str
     profile: str
     evalset: str
+    task: str = Field(
+        default="", description="lm-eval task of the figures below; further tasks are in `further`"
+    )
     evalset_sha256: str
     sample_seed: int
     n: int
-    accuracy: float
-    accuracy_ci: tuple[float, float]
+    accuracy: float | None
+    accuracy_ci: tuple[float, float] | None
     slices: dict[str, SliceScore]
     samples: list[Sample]
+    looks: int = Field(default=1, ge=1, description="times that a sequential run looks; 1: a fixed sample")
+    spending: Literal["pocock", "obrien-fleming"] = Field(
+        default="pocock", description="how a sequential run spends its error over the looks"
+    )
     truncated_prompts: int
+    format: TaskFormat | None = None
+    further: dict[str, TaskScores] = Field(
+        default_factory=dict, description="the set's further tasks by name, each with a gate of its own"
+    )
     lm_eval_version: str
     provenance: Provenance
     wall_s: float
@@ -380,9 +477,16 @@ class QualityDelta(Record):
     accuracy: float | None
     accuracy_ci: tuple[float, float] | None
     reference_accuracy: float | None
+    reference_chance: float | None = Field(default=None, description="accuracy of guessing")
     delta: float | None = Field(description="variant - reference")
-    delta_ci: tuple[float, float] | None
-    delta_se: float | None
+    delta_ci: tuple[float, float] | None = Field(
+        description="score interval that decides; in sequential mode the repeated interval of the look"
+    )
+    delta_se: float | None = Field(description="clustered where items share a source")
+    bootstrap_ci: tuple[float, float] | None = Field(
+        default=None, description="percentile bootstrap over clusters; shown, never decides"
+    )
+    design_effect: float | None = Field(default=None, description="items that are worth one independent item")
     confidence: float
     margin: float
     flips: int | None = Field(description="items whose correctness changed, both directions")
@@ -393,9 +497,58 @@ class QualityDelta(Record):
     items_to_decide: int | None = Field(
         description="items that would decide it if the truth is delta = 0; null if decided"
     )
+    smallest_margin: float | None = Field(
+        default=None,
+        description="margin at which these items would have decided with 80 % probability at delta = 0",
+    )
     noise_floor_flips: int | None = Field(description="flips of the A/A control")
     noise_floor_changed_answers: int | None
-    slices: dict[str, dict[str, Any]] = Field(description="slice -> n, delta, delta_ci")
+    noise_p: float | None = Field(
+        default=None,
+        description="one-sided exact p that the variant flips no more items than the A/A control",
+    )
+    within_noise: bool | None = Field(
+        default=None, description="true: the flip rate isn't above the A/A floor, so it is noise"
+    )
+    untold: str | None = Field(
+        default=None,
+        description="why these items can't tell a loss whatever the interval says; null: they can",
+    )
+    look: int | None = Field(default=None, description="sequential mode: the look that stopped it, from 1")
+    planned_looks: list[int] | None = Field(default=None, description="sequential mode: items at each look")
+    slices: dict[str, dict[str, Any]] = Field(
+        description="slice -> n, delta, delta_ci, p (exact), p_holm (corrected for the number of slices)"
+    )
+
+
+class Estimate(Record):
+    """A figure with its standard error and confidence interval, null where there is too little to tell."""
+
+    value: float
+    se: float | None
+    ci: tuple[float, float] | None
+
+
+class Divergence(Record):
+    """Next-token distributions of a variant against the reference's on one fixed token stream. Natural log."""
+
+    stream_sha256: str
+    prompts: int
+    tokens: int = Field(description="positions that were scored")
+    top_k: int = Field(description="likeliest tokens known of each position")
+    reference_perplexity: float
+    perplexity: float
+    perplexity_ratio: Estimate = Field(description="variant / reference")
+    kl: Estimate = Field(
+        description="mean top-k-truncated KL divergence (nats): all but the tokens known of both sides is lumped, "
+        "which makes it a lower bound"
+    )
+    kl_percentiles: dict[str, Estimate]
+    kl_tail_mass: float = Field(description="mean probability of the reference that was lumped")
+    same_top1: Estimate = Field(description="share of positions with the same likeliest token")
+    delta_p_mean: Estimate = Field(description="probability of the stream's token, variant - reference")
+    delta_p_rms: Estimate
+    delta_p_percentiles: dict[str, Estimate]
 
 
 class Throughput(Record):
@@ -415,6 +568,13 @@ class VariantVerdict(Record):
     gates: list[Gate]
     capacity: Capacity | None
     quality: QualityDelta | None
+    divergence: Divergence | None = None
+    further: dict[str, QualityDelta] = Field(
+        default_factory=dict, description="the eval set's further tasks, each with a gate of its own"
+    )
+    perplexity_ratios: dict[str, Estimate] = Field(
+        default_factory=dict, description="rolling tasks: byte perplexity, variant / reference"
+    )
     throughput: Throughput | None
     provenance: Provenance | None
 

@@ -1,8 +1,8 @@
-"""Writes items.jsonl: the same bytes from the same facts, every time.
+"""Writes items.jsonl and short.jsonl: the same bytes from the same facts, every time.
 
-    python evalsets/team-demo/build.py [FILE]
+    python evalsets/team-demo/build.py [FOLDER]
 
-Standard library only. Without FILE it writes items.jsonl beside itself.
+Standard library only. Without FOLDER it writes them beside itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -20,8 +21,9 @@ def main() -> None:
     from fact_tables import expression_questions, questions_of
     from items import Question, as_items
     from passages import passage_questions
+    from short_answers import short_items
 
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("items.jsonl")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     questions: list[Question] = [
         *questions_of("knowledge"),
         *questions_of("language"),
@@ -32,7 +34,11 @@ def main() -> None:
         *questions_of("chinese"),
         *passage_questions(),
     ]
-    items = as_items(questions)
+    _write(folder / "items.jsonl", as_items(questions))
+    _write(folder / "short.jsonl", short_items())
+
+
+def _write(target: Path, items: Sequence[Mapping[str, object]]) -> None:
     text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
     temporary = target.with_name(f".{target.name}.partial")
     temporary.write_text(text, encoding="utf-8", newline="\n")

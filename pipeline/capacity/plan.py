@@ -1,55 +1,47 @@
-"""From terms to an answer: one row per variant, and the levers that raise concurrency, in order.
+"""From terms to an answer: one variant's capacity on one card, with its band, and term by term beside a hand calculation.
 
-Pure: plain numbers in, frozen values out. What was counted (weight bytes of a checkpoint) and what was computed
-(weight bytes from geometry) look the same here; the caller says which it was.
+Pure: plain numbers in, frozen values out. What was counted (weight bytes of a checkpoint) and what was computed (weight bytes
+from geometry) look the same here; the caller says which it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from pipeline.capacity.budget import kv_budget_bytes
+from pipeline.capacity.budget import GIB, Budget, Card
 from pipeline.capacity.geometry import Geometry
-from pipeline.capacity.kv import KvPool, kappa_bytes, kv_pool
+from pipeline.capacity.pool import EngineRules, KvPool, Layout, kv_layout
 from pipeline.errors import UserInputError
 
 
 @dataclass(frozen=True)
-class Card:
-    """V, u and A + O of one device."""
-
-    memory_bytes: int
-    utilization: float
-    overhead_bytes: int
-
-
-@dataclass(frozen=True)
 class Row:
-    """One variant's capacity on one card."""
+    """One variant's capacity on one card. `pool` at the expected overheads, `pool_low`, `pool_high` at the band's ends."""
 
     variant: str
     weights: str
     kv_cache_dtype: str
     weight_bytes: int
-    kappa_bytes: int
-    budget_bytes: int
+    """Of the fullest rank."""
+    layout: Layout
+    budget: Budget
     pool: KvPool
+    pool_low: KvPool
+    pool_high: KvPool
+
+    @property
+    def kappa_bytes(self) -> int:
+        return self.layout.kappa_bytes
 
     @property
     def formula_sequences(self) -> int:
         """floor(budget / (kappa * S)): the textbook's number, without blocks."""
-        return self.budget_bytes // (self.kappa_bytes * self.pool.max_model_len)
+        return max(0, self.budget.bytes) // (self.kappa_bytes * self.pool.max_model_len)
 
-
-@dataclass(frozen=True)
-class Lever:
-    """One change: `sequences` with it on top of those before it, `alone` with only it."""
-
-    change: str
-    sequences: int
-    alone: int
-    risk: str
+    def at(self, max_model_len: int) -> KvPool:
+        """The same pool read at another length."""
+        return self.layout.pool(max(0, self.budget.bytes), max_model_len)
 
 
 def plan_row(
@@ -57,92 +49,99 @@ def plan_row(
     weights: str,
     kv_cache_dtype: str,
     geometry: Geometry,
-    weight_bytes: int,
+    rank_weights: tuple[int, ...],
     card: Card,
-    block_size: int,
+    rules: EngineRules,
     max_model_len: int,
+    tensor_parallel: int = 1,
 ) -> Row:
-    """Capacity of one variant; `UserInputError` when the weights leave nothing or max_model_len is above the model's."""
+    """Capacity of one variant. `rank_weights`: bytes on a rank of each pipeline stage, so one entry on one card.
+
+    `UserInputError` when the weights leave nothing or max_model_len is above the model's own.
+    """
     if max_model_len > geometry.max_position:
         raise UserInputError(
             f"max_model_len {max_model_len} is above the model's own {geometry.max_position}"
         )
-    kappa = kappa_bytes(geometry, kv_cache_dtype)
-    budget = kv_budget_bytes(card.memory_bytes, card.utilization, weight_bytes, card.overhead_bytes)
-    pool = kv_pool(budget, kappa, block_size, max_model_len)
-    return Row(variant, weights, kv_cache_dtype, weight_bytes, kappa, budget, pool)
+    layout = kv_layout(geometry, kv_cache_dtype, rules, tensor_parallel, len(rank_weights))
+    budgets = [card.require_budget(size, f"the {weights} weights") for size in rank_weights]
+
+    def pool(of: Callable[[Budget], int]) -> KvPool:
+        return layout.pool([of(budget) for budget in budgets], max_model_len)
+
+    tightest = min(range(len(budgets)), key=lambda rank: budgets[rank].bytes)
+    return Row(
+        variant, weights, kv_cache_dtype, rank_weights[tightest], layout, budgets[tightest],
+        pool(lambda budget: budget.bytes), pool(lambda budget: budget.low_bytes), pool(lambda budget: budget.high_bytes),
+    )  # fmt: skip
 
 
-def levers(
-    geometry: Geometry,
-    scheme_bytes: Mapping[str, int],
-    card: Card,
-    block_size: int,
-    max_model_len: int,
-    required: int,
-    schemes: Sequence[str],
-) -> list[Lever]:
-    """The ordered levers from BF16/BF16 to `required` sequences: weights, KV dtype, max_model_len, a second card.
+@dataclass(frozen=True)
+class HandCalculation:
+    """The arithmetic as done by hand, with round figures: N = floor((u*V - W - (A+O)) / (kappa*S))."""
 
-    Weights first because they are the largest fixed cost; the order is the caller's only for the quantized schemes.
-    """
+    memory_bytes: int
+    utilization: float
+    weight_bytes: int
+    overhead_bytes: int
 
-    def fits(weights: str, kv: str, length: int, cards: int = 1) -> int:
-        budget = card.utilization * card.memory_bytes - scheme_bytes[weights] / cards - card.overhead_bytes
-        return kv_pool(int(budget), kappa_bytes(geometry, kv, cards), block_size, length).fitting_sequences
+    @property
+    def budget_bytes(self) -> int:
+        return int(self.utilization * self.memory_bytes) - self.weight_bytes - self.overhead_bytes
 
-    base = ("bf16", "bfloat16", max_model_len)
-    quantized = next((name for name in schemes if name != "bf16"), None)
-    found: list[Lever] = []
-    now = base
-    if quantized:
-        now = (quantized, now[1], now[2])
-        found.append(
-            Lever(
-                f"{quantized} weights",
-                fits(*now),
-                fits(*now),
-                "a few points on some tasks; measure on your set",
-            )
-        )
-    now = (now[0], "fp8", now[2])
-    found.append(
-        Lever(
-            "FP8 KV cache",
-            fits(*now),
-            fits("bf16", "fp8", max_model_len),
-            "can wreck outputs at scale 1.0 (Qwen2.5); calibrate",
-        )
+    def sequences(self, kappa_bytes: int, max_model_len: int) -> int:
+        return max(0, self.budget_bytes) // (kappa_bytes * max_model_len)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One term of the hand calculation replaced by the engine's: the budget and the sequences after it."""
+
+    term: str
+    by_hand: str
+    real: str
+    budget_bytes: int
+    sequences: int
+
+
+def explain(hand: HandCalculation, row: Row, card: Card) -> list[Step]:
+    """From the hand calculation to the engine's number, one term after another; the last step is the row's own answer."""
+    length, kappa = row.pool.max_model_len, row.kappa_bytes
+    steps = [Step("by hand", "", "", hand.budget_bytes, hand.sequences(kappa, length))]
+
+    def step(term: str, before: str, after: str, now: HandCalculation) -> HandCalculation:
+        steps.append(Step(term, before, after, now.budget_bytes, now.sequences(kappa, length)))
+        return now
+
+    now = step(
+        "device memory",
+        _gib(hand.memory_bytes),
+        _gib(card.memory_bytes),
+        replace(hand, memory_bytes=card.memory_bytes),
     )
-    shorter = _longest_for(lambda length: fits(now[0], now[1], length), required, block_size, max_model_len)
-    if shorter is not None and shorter < max_model_len:
-        alone = fits("bf16", "bfloat16", shorter)
-        found.append(
-            Lever(
-                f"max_model_len {shorter}",
-                fits(now[0], now[1], shorter),
-                alone,
-                "longer requests are refused",
-            )
-        )
-    if geometry.kv_heads >= 2:
-        found.append(
-            Lever(
-                "second card (tensor parallel 2)", fits(*now, cards=2), fits(*base, cards=2),
-                "cost, and traffic between the cards",
-            )
-        )  # fmt: skip
-    return found
+    now = step(
+        "utilization",
+        f"{hand.utilization:g}",
+        f"{card.utilization:g}",
+        replace(now, utilization=card.utilization),
+    )
+    now = step(
+        "weights",
+        _gib(hand.weight_bytes),
+        _gib(row.weight_bytes),
+        replace(now, weight_bytes=row.weight_bytes),
+    )
+    now = step(
+        "overhead",
+        _gib(hand.overhead_bytes),
+        _gib(card.overhead_bytes),
+        replace(now, overhead_bytes=card.overhead_bytes),
+    )
+    whole = row.pool.blocks // row.pool.blocks_per_sequence
+    steps.append(Step("whole blocks", "tokens", f"blocks of {row.pool.block_size}", now.budget_bytes, whole))
+    steps.append(Step("null block", "0", "1 block", now.budget_bytes, row.pool.fitting_sequences))
+    return steps
 
 
-def _longest_for(fits: object, required: int, block_size: int, at_most: int) -> int | None:
-    """The longest block-aligned length up to `at_most` at which `required` sequences fit; None when none does."""
-    assert callable(fits)
-    low, high = 0, -(-at_most // block_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(min(middle * block_size, at_most)) >= required:
-            low = middle
-        else:
-            high = middle - 1
-    return min(low * block_size, at_most) if low else None
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,51 +1,104 @@
 """W: bytes of the weights, from geometry and scheme, for when no checkpoint is at hand to be counted.
 
-Embeddings, lm_head, norms and biases stay at 16 bits, as the published AWQ checkpoints have them.
+Embeddings, lm_head, norms, biases and routers stay at 16 bits, as published AWQ and GPTQ checkpoints have them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
-from pipeline.capacity.geometry import QKV_BIAS, Geometry
+from pipeline.capacity.geometry import Geometry
+from pipeline.capacity.layers import Linear
+from pipeline.capacity.pool import pipeline_ranks
 from pipeline.errors import UserInputError
+
+Method = Literal["none", "awq", "gptq", "fp8", "w8a8"]
+VOCABULARY_PADDING = 64
+"""Rows that embeddings and lm_head are padded to a multiple of on each rank (vLLM layers/vocab_parallel_embedding.py)."""
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How linear weights are stored. `bits` 16 means unquantized; `group_size` counts input features per scale."""
+    """How linear weights are stored.
 
-    bits: int
+    `awq`, `gptq`: `bits` per weight; per group of `group_size` input features and output feature one FP16 scale and, for
+    AWQ always and for GPTQ as its format has it, one `bits`-wide zero point; GPTQ adds one INT32 group index per input feature.
+    `fp8`: one byte per weight, one FP32 scale per module. `w8a8`: one byte per weight, one FP32 scale per output feature
+    (compressed-tensors' channel strategy).
+    """
+
+    method: Method
+    bits: int = 16
     group_size: int | None = None
     zero_point: bool = True
 
+    def module_bytes(self, linear: Linear) -> int:
+        """Bytes of one module's weight and its scales, its bias not included."""
+        rows, columns = linear.shape
+        if self.method == "none" or not linear.quantized:
+            return 2 * rows * columns
+        if self.method == "fp8":
+            return rows * columns + 4
+        if self.method == "w8a8":
+            return rows * columns + 4 * rows
+        if self.bits not in (4, 8) or not self.group_size:
+            raise UserInputError(
+                f"{self.method} weights of {self.bits} bits, group size {self.group_size}: allowed are 4 or 8 bits with groups"
+            )
+        if columns % self.group_size:
+            raise UserInputError(
+                f"group_size {self.group_size} doesn't divide {columns}, the input width of a {rows}x{columns} module ({linear.name})"
+            )
+        groups = rows * columns // self.group_size
+        zeros = groups * self.bits // 8 if self.zero_point or self.method == "gptq" else 0
+        index = 4 * columns if self.method == "gptq" else 0
+        return rows * columns * self.bits // 8 + 2 * groups + zeros + index
 
-def weight_bytes(geometry: Geometry, scheme: WeightScheme) -> int:
-    """Bytes of all tensors under `scheme`.
 
-    AWQ (AutoAWQ's GEMM layout): per group of `group_size` input features and output feature one FP16 scale and one
-    `bits`-wide zero point, beside `bits` per weight.
-    """
-    shapes = geometry.linear_shapes.values()
-    linear = geometry.layers * sum(rows * columns for rows, columns in shapes)
-    if scheme.bits == 16:
-        linear_bytes = 2 * linear
-    elif scheme.bits == 4 and scheme.group_size:
-        for rows, columns in shapes:
-            if columns % scheme.group_size:
-                raise UserInputError(
-                    f"group_size {scheme.group_size} doesn't divide {columns}, the input width of a {rows}x{columns} "
-                    f"module of {geometry.architecture}"
-                )
-        groups = linear // scheme.group_size
-        linear_bytes = linear // 2 + 2 * groups + (groups // 2 if scheme.zero_point else 0)
-    else:
+BF16 = WeightScheme("none")
+
+
+def weight_bytes(geometry: Geometry, scheme: WeightScheme = BF16) -> int:
+    """Bytes of all tensors of the checkpoint under `scheme`."""
+    _computable(geometry)
+    layers = sum(_layer_bytes(geometry, index, scheme, 1) for index in range(len(geometry.layers)))
+    tables = geometry.vocabulary * geometry.hidden * (1 if geometry.tied_embeddings else 2)
+    return layers + 2 * (tables + geometry.hidden)
+
+
+def rank_weight_bytes(
+    geometry: Geometry, scheme: WeightScheme = BF16, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> tuple[int, ...]:
+    """Bytes on a rank of each pipeline stage. Modules are split, norms and what has fewer KV heads than ranks is copied."""
+    _computable(geometry)
+    rows = math.ceil(geometry.vocabulary / VOCABULARY_PADDING) * VOCABULARY_PADDING // tensor_parallel
+    table = 2 * rows * geometry.hidden if tensor_parallel > 1 else 2 * geometry.vocabulary * geometry.hidden
+    found = []
+    for rank, layers in enumerate(pipeline_ranks(len(geometry.layers), pipeline_parallel)):
+        size = sum(_layer_bytes(geometry, index, scheme, tensor_parallel) for index in layers)
+        first, last = rank == 0, rank == pipeline_parallel - 1
+        tied_here = geometry.tied_embeddings and first and last
+        size += table * (first + last - tied_here) + (2 * geometry.hidden if last else 0)
+        found.append(size)
+    return tuple(found)
+
+
+def _computable(geometry: Geometry) -> None:
+    if not geometry.computable_weights:
         raise UserInputError(
-            f"weights of {scheme.bits} bits, group size {scheme.group_size}: allowed are 16, or 4 with groups"
+            f"{geometry.architecture}: its config describes more than the decoder, so its weights can only be counted from a checkpoint"
         )
-    embeddings = geometry.vocabulary * geometry.hidden * (1 if geometry.tied_embeddings else 2)
-    norms = (2 * geometry.layers + 1) * geometry.hidden
-    biases = 0
-    if geometry.architecture in QKV_BIAS:
-        biases = geometry.layers * (geometry.heads + 2 * geometry.kv_heads) * geometry.head_dim
-    return linear_bytes + 2 * (embeddings + norms + biases)
+
+
+def _layer_bytes(geometry: Geometry, index: int, scheme: WeightScheme, tensor_parallel: int) -> int:
+    layer = geometry.layers[index]
+    total = 2 * (layer.norm_elements + layer.mixer.other_elements)
+    for linear in layer.linears(geometry.hidden):
+        size = scheme.module_bytes(linear) + (2 * linear.shape[0] if linear.bias else 0)
+        shards = tensor_parallel
+        if linear.copied_beyond is not None:
+            shards = min(tensor_parallel, linear.copied_beyond)
+        total += math.ceil(size / shards)
+    return total

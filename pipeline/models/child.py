@@ -119,6 +119,8 @@ def run_module(
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    # As for the engine: a spinning thread keeps the core from the one it waits for, should anything else run beside us.
+    inherited.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return {
         **inherited,
         "PYTHONPATH": str(_ROOT),

@@ -18,8 +18,9 @@ import requests
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from pipeline.errors import EngineFailedError, UserInputError
+from pipeline.quality.cache import RequestCache
 
-EncodedRequest = tuple[tuple[str, str], list[int], list[int]]
+EncodedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 NAMED_ITEMS = 5
 
 
@@ -31,20 +32,79 @@ class EndpointError(EngineFailedError):
     """A scoring request got no answer."""
 
 
-class ScoringModel(LocalCompletionsAPI):
-    """`local-completions` for loglikelihoods only, strict in both directions."""
+class Generation(str):
+    """A generated answer that remembers whether it ended at the token limit. To lm-eval it is text: what it makes of it isn't
+    an answer as it was generated, and forgets."""
 
-    def __init__(self, allow_truncated: bool, **arguments: Any) -> None:
+    cut: bool
+
+    def __new__(cls, text: str = "", cut: bool = False) -> Generation:
+        made = super().__new__(cls, text)
+        made.cut = cut
+        return made
+
+    def __getnewargs__(self) -> tuple[str, bool]:  # type: ignore[override]
+        """For copies: lm-eval's filters make them."""
+        return str(self), self.cut
+
+
+class ScoringModel(LocalCompletionsAPI):
+    """`local-completions`, strict in both directions.
+
+    What is sent must fit and must not hold a doubled space or BOS. What comes back is checked before it is a score, and
+    kept in `cache`, if there is one, only then.
+    """
+
+    def __init__(
+        self,
+        allow_truncated: bool,
+        brings_bos: bool = False,
+        cache: RequestCache | None = None,
+        **arguments: Any,
+    ) -> None:
+        """`brings_bos`: the prompts' text begins with its own BOS, as a chat template's may; then none is put before it."""
         super().__init__(**arguments)
         self.allow_truncated = allow_truncated
         self.truncated_items: set[str] = set()
+        self.bos_tokens: set[int] = set()
+        self._adds_bos = _adds_bos(self.tokenizer)
+        self.add_bos_token = self._adds_bos and not brings_bos
+        self._cache = cache
         self._item_ids: list[str] = []
         self._failed = False
 
+    # --- what is asked ----------------------------------------------------------------------------------------
+
     def loglikelihood(self, instances: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Remember which item each request belongs to, so that a refusal can name it. Only the requests get a bar."""
-        self._item_ids = [str(instance.doc["id"]) for instance in instances]
+        self._item_ids = [_name(instance) for instance in instances]
         return list(super().loglikelihood(instances, disable_tqdm=True))
+
+    def loglikelihood_rolling(self, instances: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Whole texts, one after the other, each in windows of the context's length."""
+        if self.prefix_token_id is None:
+            raise UserInputError(
+                "the tokenizer has neither BOS nor EOS, so a text's first token can't be scored"
+            )
+        found: list[float] = []
+        for instance in instances:
+            self._item_ids = [_name(instance)]
+            found += super().loglikelihood_rolling([instance], disable_tqdm=True)
+        return found
+
+    def generate_until(self, instances: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers as text; prompts are checked to leave room for them."""
+        for instance in instances:
+            context, settings = instance.args
+            tokens = self.tok_encode(context)
+            self._count_bos(tokens)
+            if len(tokens) + settings.get("max_gen_toks", self._max_gen_toks) > self.max_length:
+                self.truncated_items.add(_name(instance))
+        self._refuse_truncated(0)
+        answers = list(super().generate_until(instances, disable_tqdm=True))
+        if len(answers) != len(instances):
+            raise BadAnswer(f"the engine answered {len(answers)} of {len(instances)} requests")
+        return answers
 
     def _loglikelihood_tokens(self, encoded: list[EncodedRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         self._check_requests(encoded)
@@ -56,50 +116,103 @@ class ScoringModel(LocalCompletionsAPI):
     def _check_requests(self, encoded: Sequence[EncodedRequest]) -> None:
         """`UserInputError` for a choice without a token, one scored with two spaces, or a prompt that would be cut."""
         longest = 0
-        for item, ((context, choice), context_tokens, choice_tokens) in zip(
-            self._item_ids, encoded, strict=True
-        ):
-            if not choice_tokens:
-                raise UserInputError(
-                    f"eval item {item}: choice {choice!r} has no token of its own after its prompt; reword it"
-                )
-            if (context[-1:] + choice).startswith("  ") or choice.startswith("  "):
-                raise UserInputError(
-                    f"eval item {item}: choice {choice!r} would be scored after two spaces; lm-eval's target_delimiter is one "
-                    'space by default: set `target_delimiter: ""` in the task yaml or leave the space out of the choice'
-                )
+        # The windows of a rolling text have no choice of their own, and fit because they are cut to.
+        names = self._item_ids if len(self._item_ids) == len(encoded) else self._item_ids * len(encoded)
+        for item, (texts, context_tokens, choice_tokens) in zip(names, encoded, strict=True):
+            if texts is not None:
+                _check_choice(item, *texts, choice_tokens)
+                self._count_bos(context_tokens)
             tokens = len(context_tokens) + len(choice_tokens)
             longest = max(longest, tokens)
             if tokens > self.max_length:
                 self.truncated_items.add(item)
-        if self.truncated_items and not self.allow_truncated:
-            names = ", ".join(sorted(self.truncated_items)[:NAMED_ITEMS])
+        self._refuse_truncated(longest)
+
+    def _refuse_truncated(self, longest: int) -> None:
+        if not self.truncated_items or self.allow_truncated:
+            return
+        names = ", ".join(sorted(self.truncated_items)[:NAMED_ITEMS])
+        has = f" (the longest has {longest})" if longest else ""
+        raise UserInputError(
+            f"{len(self.truncated_items)} eval items don't fit in {self.max_length} tokens of prompt and choice{has} and would "
+            f"be cut: {names}; raise the server's max_model_len or shorten them"
+        )
+
+    def _count_bos(self, tokens: Sequence[int]) -> None:
+        """Count the prompt's leading BOS tokens; `UserInputError` where there are two, or none though the model wants one."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        count = 0
+        while count < len(tokens) and tokens[count] == bos:
+            count += 1
+        self.bos_tokens.add(count)
+        if count > 1 or (count == 0 and self._adds_bos):
             raise UserInputError(
-                f"{len(self.truncated_items)} eval items don't fit in {self.max_length} tokens of prompt and choice "
-                f"(the longest has {longest}) and would be cut: {names}; raise the server's max_model_len or shorten them"
+                f"prompts begin with {count} BOS tokens where the model's tokenizer puts "
+                f"{'one' if self._adds_bos else 'none'}: look at the chat template and the task's doc_to_text"
             )
 
-    async def amodel_call(self, *arguments: Any, **kwargs: Any) -> Any:
+    # --- what is sent and read back ---------------------------------------------------------------------------
+
+    async def amodel_call(
+        self,
+        session: Any,
+        sem: Any,
+        messages: Any,
+        *,
+        generate: bool = True,
+        cache_keys: Any = None,
+        ctxlens: list[int] | None = None,
+        gen_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """One request, in flight with others; whatever went wrong on the way is the engine's failure.
 
         The first failure ends the run. Those that follow from it end as cancelled: asyncio prints a traceback for every
         other exception that nobody waits for.
         """
+        request = {
+            "messages": messages,
+            "generate": generate,
+            "context_tokens": ctxlens,
+            "settings": gen_kwargs,
+            "seed": self._seed,
+        }
+        kept = None if self._cache is None else self._cache.get(request)
+        if kept is not None:
+            return [Generation(*one) if generate else tuple(one) for one in kept]
         try:
-            return await super().amodel_call(*arguments, **kwargs)
+            answers = await super().amodel_call(
+                session,
+                sem,
+                messages,
+                generate=generate,
+                cache_keys=cache_keys,
+                ctxlens=ctxlens,
+                gen_kwargs=gen_kwargs,
+                **kwargs,
+            )
         except Exception as error:
             if self._failed:
                 raise asyncio.CancelledError from None
             self._failed = True
             raise (error if isinstance(error, EngineFailedError) else _endpoint_error(error)) from None
+        if self._cache is not None:
+            self._cache.put(request, [[str(a), a.cut] if generate else list(a) for a in answers])
+        return answers
 
-    def model_call(self, *arguments: Any, **kwargs: Any) -> Any:
-        """One request with none beside it."""
-        try:
-            answer = super().model_call(*arguments, **kwargs)
-        except Exception as error:
-            raise _endpoint_error(error) from None
-        return answer
+    @staticmethod
+    def parse_generations(outputs: Any, **kwargs: Any) -> list[str]:
+        """The generated texts in the prompts' order. `BadAnswer` where one is missing or doesn't say how it ended."""
+        choices = outputs.get("choices") if isinstance(outputs, dict) else None
+        if not isinstance(choices, list) or not choices:
+            raise BadAnswer(f"the engine's answer to a request has no choices: {str(outputs)[:200]}")
+        found = []
+        for choice in sorted(choices, key=lambda one: one.get("index", 0)):
+            text, reason = choice.get("text"), choice.get("finish_reason")
+            if not isinstance(text, str) or reason not in ("stop", "length"):
+                raise BadAnswer(f"the engine's answer has no text or no proper end: {str(choice)[:200]}")
+            found.append(Generation(text, reason == "length"))
+        return found  # type: ignore[return-value]
 
     @staticmethod
     def parse_logprobs(
@@ -129,6 +242,29 @@ class ScoringModel(LocalCompletionsAPI):
             _score(choice.get("logprobs"), len(prompt), context)
             for choice, prompt, context in zip(choices, tokens, ctxlens, strict=True)
         ]
+
+
+def _check_choice(item: str, context: str, choice: str, choice_tokens: Sequence[int]) -> None:
+    if not choice_tokens:
+        raise UserInputError(
+            f"eval item {item}: choice {choice!r} has no token of its own after its prompt; reword it"
+        )
+    if (context[-1:] + choice).startswith("  ") or choice.startswith("  "):
+        raise UserInputError(
+            f"eval item {item}: choice {choice!r} would be scored after two spaces; lm-eval's target_delimiter is one "
+            'space by default: set `target_delimiter: ""` in the task yaml or leave the space out of the choice'
+        )
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Whether the model's own tokenizer begins a text with a BOS token."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos is not None and list(tokenizer("x").input_ids)[:1] == [bos]
+
+
+def _name(instance: Any) -> str:
+    """The item's id; a benchmark's items have none, then their place in it."""
+    return str(instance.doc.get("id", instance.doc_id) if isinstance(instance.doc, dict) else instance.doc_id)
 
 
 def _score(logprobs: Any, prompt_tokens: int, context_tokens: int) -> tuple[float, bool]:

@@ -34,9 +34,17 @@ _IS_CJK = re.compile(rf"[{_CJK}]")
 _SHOWN_CHARS = 60
 
 
+TaskKind = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
+"""lm-eval's output_type: choices scored, an answer generated, a text's own likelihood."""
+
+
 @dataclass(frozen=True)
 class Item:
-    """One multiple-choice item. `answer` is the index of the right choice; `cluster` names the source it shares with others."""
+    """One item. `cluster` names the source it shares with others.
+
+    `answer` is the index of the right choice; where the answer is generated there are no choices, and `expected` is its
+    text; a text whose likelihood is measured has neither.
+    """
 
     id: str
     slice: str
@@ -44,6 +52,12 @@ class Item:
     prompt: str
     choices: tuple[str, ...]
     answer: int
+    expected: str = ""
+
+    @property
+    def right(self) -> str:
+        """The right answer as text."""
+        return self.choices[self.answer] if self.choices else self.expected
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,8 @@ class Leak:
     overlap: float
 
 
-def load_items(path: str | Path) -> list[Item]:
-    """Read items.jsonl in file order. Keys beyond those of `Item` are a team's own and ignored.
+def load_items(path: str | Path, kind: TaskKind = "multiple_choice") -> list[Item]:
+    """Read a set's items in file order, as a task of `kind` needs them. Further keys are a team's own and ignored.
 
     Every fault is a `UserInputError` with file, line, key, value and what is allowed.
     """
@@ -65,7 +79,7 @@ def load_items(path: str | Path) -> list[Item]:
     items: list[Item] = []
     lines: dict[str, int] = {}
     for line, record in _records(target, "eval items"):
-        item = _item(record, target, line)
+        item = _item(record, target, line, kind)
         _refuse_second(item.id, line, lines, target)
         items.append(item)
     if len(items) == 1:
@@ -85,27 +99,57 @@ def load_texts(path: str | Path) -> dict[str, str]:
     return texts
 
 
-def sample_items(items: Sequence[Item], n: int | None, seed: int) -> list[Item]:
+def sample_items(
+    items: Sequence[Item], n: int | None, seed: int, per_slice: Mapping[str, int] | None = None
+) -> list[Item]:
     """`n` items in their own order, stratified by slice: proportional, at least one of each. None takes all.
 
-    An item's rank is a hash of seed and id, so the sample is the same for every variant, machine and Python version, and
-    an item added elsewhere in the file moves at most the items at the edge. Raises `UserInputError` for an `n` that can't be.
+    `per_slice` fixes the number of some slices, and the others share the rest.
+
+    One item of each cluster is taken before the second of any: items of one source tell less than others. Otherwise an item's
+    rank is a hash of seed and id, so the sample is the same for every variant, machine and Python version, and an item added
+    elsewhere in the file moves at most the items at the edge. Raises `UserInputError` for an `n` that can't be.
     """
     if n is None:
         return list(items)
     by_slice: dict[str, list[Item]] = {}
     for item in items:
         by_slice.setdefault(item.slice, []).append(item)
-    if not len(by_slice) <= n <= len(items):
+    quota = dict(per_slice or {})
+    for name, count in quota.items():
+        if not 1 <= count <= len(by_slice.get(name, ())):
+            raise UserInputError(
+                f"evalset.slice_items.{name}: {count}; allowed are slices of the set ({', '.join(sorted(by_slice))}) and 1 to "
+                "their number of items"
+            )
+    others = {name: len(members) for name, members in by_slice.items() if name not in quota}
+    fixed = sum(quota.values())
+    if not fixed + len(others) <= n <= fixed + sum(others.values()):
         raise UserInputError(
-            f"evalset.items: {n}; allowed is {len(by_slice)} (one per slice) to {len(items)} (all items), or null for all"
+            f"evalset.items: {n}; allowed is {fixed + len(others)} (one per slice) to {fixed + sum(others.values())} "
+            f"({'all items' if not quota else 'all items of the slices without a number'}), or null for all"
         )
-    quota = _quotas({name: len(members) for name, members in by_slice.items()}, n)
+    if others:
+        quota |= _quotas(others, n - fixed)
     chosen: set[str] = set()
     for name, members in by_slice.items():
         ranked = sorted(members, key=lambda item: (_rank(seed, item.id), item.id))
+        taken: Counter[str] = Counter()
+        turns = {}
+        for item in ranked:
+            turns[item.id] = taken[item.cluster]
+            taken[item.cluster] += 1
+        ranked.sort(key=lambda item: turns[item.id])  # stable: within a turn the hash's order stays
         chosen.update(item.id for item in ranked[: quota[name]])
     return [item for item in items if item.id in chosen]
+
+
+def scoring_order(items: Sequence[Item], seed: int) -> list[Item]:
+    """The items in an order that depends on seed and ids alone, for a run that may stop before the end.
+
+    Any first part of it is a random sample of all, which is what makes stopping early fair.
+    """
+    return sorted(items, key=lambda item: (_rank(seed, f"order\0{item.id}"), item.id))
 
 
 def find_leaks(items: Sequence[Item], texts: Mapping[str, str]) -> list[Leak]:
@@ -191,10 +235,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _item(record: Mapping[str, Any], path: Path, line: int) -> Item:
+def _item(record: Mapping[str, Any], path: Path, line: int, kind: TaskKind) -> Item:
+    text_key = "text" if kind == "loglikelihood_rolling" else "prompt"
     identity, slice_name, cluster, prompt = (
-        _text_value(record, key, path, line) for key in ("id", "slice", "cluster", "prompt")
+        _text_value(record, key, path, line) for key in ("id", "slice", "cluster", text_key)
     )
+    if kind == "loglikelihood_rolling":
+        return Item(identity, slice_name, cluster, prompt, (), 0)
+    if kind == "generate_until":
+        expected = _text_value(record, "answer", path, line)
+        return Item(identity, slice_name, cluster, prompt, (), 0, expected)
     choices = _value(record, "choices", path, line)
     where = f"{path}, line {line}, item {identity!r}"
     if not isinstance(choices, list) or not all(
@@ -290,7 +340,7 @@ def _leak(item: Item, joined: Mapping[str, str], index: Mapping[tuple[str, ...],
     """The worst leak of one item, or None."""
     tokens = _tokens(item.prompt)
     if not _is_telling(tokens):
-        tokens = _tokens(item.prompt + item.choices[item.answer])
+        tokens = _tokens(f"{item.prompt}{'' if item.choices else ' '}{item.right}")
     if not _is_telling(tokens):
         return None
     needle = f" {' '.join(tokens)} "

@@ -10,9 +10,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize, stats
+from numpy.typing import NDArray
+from scipy import stats
 
 Interval = tuple[float, float]
+Array = NDArray[np.float64]
+_BISECTIONS = 50  # halvings of an interval of at most 2: to the last digit of a double
 
 
 def two_sided_z(confidence: float) -> float:
@@ -39,60 +42,54 @@ def wilson_interval(successes: int, n: int, confidence: float) -> Interval:
     return low, high
 
 
-def _tango_score(gained: float, lost: float, n: float, delta: float) -> float:
-    """Tango's score statistic for H0: P(gained) − P(lost) = delta. It falls as delta rises."""
-    a = 2 * n
+def paired_score_bounds(gained: Array, lost: Array, n: Array, z: Array) -> tuple[Array, Array]:
+    """Score interval of the difference of two proportions on the same n items, (gained − lost) / n; all arrays broadcast.
+
+    `gained` and `lost` count the items that only the second or only the first got right. They may be fractions, for
+    an effective sample size; `z` is the normal quantile (1.96, or a sequential bound). It inverts the score test, so that
+    it agrees with that test at any margin, has a width when nothing flipped (±z² / (n + z²)), and keeps its coverage at a few
+    flips, where the normal interval doesn't. Solved by bisection for all rows at once, so that a simulation of 20,000
+    experiments takes a moment. Source: Tango (1998), Statistics in Medicine 17:891-908, eq. 24-26.
+    """
+    gained, lost, n, z = (np.asarray(x, dtype=float) for x in np.broadcast_arrays(gained, lost, n, z))
+    estimate = (gained - lost) / n
+
+    def solved(end: float, sign: float) -> Array:
+        outside, inside = np.full(estimate.shape, end), estimate.copy()
+        for _ in range(_BISECTIONS):
+            middle = (outside + inside) / 2
+            excluded = sign * score_statistic(gained, lost, n, middle) > z
+            outside, inside = np.where(excluded, middle, outside), np.where(excluded, inside, middle)
+        return inside
+
+    return solved(-1.0, 1.0), solved(1.0, -1.0)
+
+
+def score_statistic(gained: Array, lost: Array, n: Array, delta: Array) -> Array:
+    """Tango's score statistic for H0: P(gained) − P(lost) = delta, a standard normal under H0. It falls as delta rises."""
     b = -gained - lost + (2 * n - gained + lost) * delta
     c = -lost * delta * (1 - delta)
     # The constrained maximum-likelihood estimate of P(lost); below −delta P(gained) would be negative.
-    lost_rate = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
-    lost_rate = max(lost_rate, 0.0, -delta)
+    lost_rate = (np.sqrt(np.maximum(0.0, b * b - 8 * n * c)) - b) / (4 * n)
+    lost_rate = np.maximum(lost_rate, np.maximum(0.0, -delta))
     variance = n * (2 * lost_rate + delta * (1 - delta))
     distance = gained - lost - n * delta
-    if variance <= 0.0:
-        return math.copysign(math.inf, distance) if distance else 0.0
-    return distance / math.sqrt(variance)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = distance / np.sqrt(np.maximum(variance, 0.0))
+    return np.where(np.isnan(found), 0.0, found)
 
 
 def paired_score_interval(gained: float, lost: float, n: float, confidence: float) -> Interval:
-    """Score interval of the difference of two proportions on the same n items, (gained − lost) / n.
-
-    `gained` and `lost` count the items that only the second or only the first got right. They may be fractions, for
-    an effective sample size. It inverts the score test, so that it agrees with that test at any margin, has a width when
-    nothing flipped (±z² / (n + z²)), and keeps its coverage at a few flips, where the normal interval doesn't.
-    Source: Tango (1998), Statistics in Medicine 17:891-908, eq. 24-26. `ValueError` for impossible counts.
-    """
+    """`paired_score_bounds` of one comparison. `ValueError` for impossible counts."""
     if n <= 0 or gained < 0 or lost < 0 or gained + lost > n * (1 + 1e-12):
         raise ValueError(f"{gained} gained and {lost} lost of {n} items is impossible")
-    z = two_sided_z(confidence)
-    estimate = (gained - lost) / n
-    edge = 1.0 - 1e-12
-
-    def bound(sign: float, end: float) -> float:
-        def excess(delta: float) -> float:
-            return sign * _tango_score(gained, lost, n, delta) - z
-
-        if excess(end) <= 0.0:  # the whole side is compatible with the data
-            return math.copysign(1.0, end)
-        inside = min(max(estimate, -edge), edge)
-        if excess(inside) >= 0.0:  # every item flipped one way: the bound is the estimate
-            return estimate
-        return float(optimize.brentq(excess, *sorted((inside, end)), xtol=1e-10))
-
-    return bound(1.0, -edge), bound(-1.0, edge)
+    low, high = paired_score_bounds(
+        np.array(gained), np.array(lost), np.array(n), np.array(two_sided_z(confidence))
+    )
+    return float(low), float(high)
 
 
-def mcnemar_exact(gained: int, lost: int) -> float:
-    """Two-sided exact p-value that flips are as likely one way as the other; 1.0 when nothing flipped.
-
-    Source: McNemar (1947) in its binomial form. It looks at the flips only, and "not significant" says nothing about a
-    margin: it is shown beside the interval and never decides.
-    """
-    flips = gained + lost
-    return 1.0 if flips == 0 else float(stats.binomtest(min(gained, lost), flips, 0.5).pvalue)
-
-
-def _group_sums(values: Sequence[float], clusters: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def group_sums(values: Sequence[float], clusters: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Per cluster: the sum of the values and the number of items."""
     _, index = np.unique(np.asarray(clusters, dtype=object).astype(str), return_inverse=True)
     return np.bincount(index, weights=np.asarray(values, dtype=float)), np.bincount(index)
@@ -105,7 +102,7 @@ def clustered_se(differences: Sequence[float], clusters: Sequence[str]) -> float
     small-sample factor; Miller (2024), arXiv 2411.00640, section 2.2, for evals. With one item per cluster it is the
     usual standard error of paired differences.
     """
-    sums, sizes = _group_sums(differences, clusters)
+    sums, sizes = group_sums(differences, clusters)
     groups = len(sums)
     if groups < 2:
         return None
@@ -122,7 +119,7 @@ def design_effect(differences: Sequence[float], clusters: Sequence[str]) -> floa
     Σm²/n, Kish 1965) with the weight of one observed flip. Without that, a set whose clusters move together would earn
     a narrow interval from the luck of showing no flip at all (a simulation in the tests shows it).
     """
-    _, sizes = _group_sums(differences, clusters)
+    _, sizes = group_sums(differences, clusters)
     n = int(sizes.sum())
     worst = float((sizes.astype(float) ** 2).sum()) / n
     if worst <= 1.0:
@@ -145,13 +142,18 @@ def paired_interval(differences: Sequence[int], clusters: Sequence[str], confide
     few hundred items and a few percent of flips the normal interval is too narrow and vanishes at zero flips, and
     neither it nor the plain score interval knows that items drawn from one passage flip together.
     """
+    return paired_score_interval(*effective_counts(differences, clusters), confidence)
+
+
+def effective_counts(differences: Sequence[int], clusters: Sequence[str]) -> tuple[float, float, float]:
+    """Gained, lost and items, each divided by the design effect: what the clustered items are worth independent ones."""
     n = len(differences)
     if n == 0 or n != len(clusters):
         raise ValueError(f"{n} differences and {len(clusters)} clusters")
     effect = design_effect(differences, clusters)
     gained = sum(1 for difference in differences if difference > 0)
     lost = sum(1 for difference in differences if difference < 0)
-    return paired_score_interval(gained / effect, lost / effect, n / effect, confidence)
+    return gained / effect, lost / effect, n / effect
 
 
 def normal_interval(delta: float, se: float, confidence: float) -> Interval:
@@ -160,20 +162,23 @@ def normal_interval(delta: float, se: float, confidence: float) -> Interval:
     return delta - half, delta + half
 
 
-def items_to_decide(margin: float, flip_rate: float, alpha: float, power: float) -> int:
-    """Items after which a variant with a true difference of 0 is a GO with probability `power`.
+def bootstrap_interval(
+    differences: Sequence[int],
+    clusters: Sequence[str],
+    confidence: float,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval | None:
+    """Percentile bootstrap of the mean difference, whole clusters drawn with replacement; None with one cluster only.
 
-    n = (z_{1−alpha} + z_power)² · flip_rate / margin², for a one-sided test at `alpha` (half of 1 − confidence for a
-    two-sided interval). The variance of a paired difference of mean 0 is the flip rate. Source: Connor (1987),
-    Biometrics 43:207-211. At 5 % flips, alpha 0.05, power 0.8: 3092 / 773 / 344 for 1 / 2 / 3 points. Never fewer than the
-    z²(1 − margin)/margin that the score interval takes to exclude the margin when nothing flips.
+    Shown beside the score interval, never deciding: with few flips it is too narrow, and with none it has no width. Where
+    the two agree, the result doesn't hang on a formula. Source: Davison & Hinkley (1997), Bootstrap Methods, section 3.8.
     """
-    for name, value in (("margin", margin), ("alpha", alpha), ("power", power)):
-        if not 0.0 < value < 1.0:
-            raise ValueError(f"{name} {value} isn't between 0 and 1")
-    if not 0.0 <= flip_rate <= 1.0:
-        raise ValueError(f"flip_rate {flip_rate} isn't between 0 and 1")
-    z_alpha, z_power = float(stats.norm.ppf(1 - alpha)), float(stats.norm.ppf(power))
-    by_power = (z_alpha + z_power) ** 2 * flip_rate / margin**2
-    at_no_flips = z_alpha**2 * (1 - margin) / margin
-    return math.ceil(max(by_power, at_no_flips))
+    sums, sizes = group_sums(differences, clusters)
+    groups = len(sums)
+    if groups < 2:
+        return None
+    draws = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=resamples)
+    means = (draws @ sums) / (draws @ sizes)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

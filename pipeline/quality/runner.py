@@ -8,24 +8,38 @@ the stage passes the endpoint and a `check` that raises with the cause when the 
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
+import itertools
 import logging
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, QuantgateError, UserInputError
-from pipeline.files import sha256_file, write_text
-from pipeline.quality.evalset import Item, load_items, sample_items
+from pipeline.files import sha256_file
+from pipeline.quality.cache import RequestCache
+from pipeline.quality.evalset import Item, load_items, sample_items, scoring_order
 from pipeline.quality.intervals import wilson_interval
 from pipeline.quality.statistics import slice_scores
-from pipeline.results import Provenance, Quality, Sample, SliceScore
+from pipeline.quality.tasks import (
+    TaskFiles,
+    benchmark_samples,
+    one_line,
+    own_samples,
+    own_texts,
+    read_task,
+    with_data,
+    write_sampled,
+)
+from pipeline.results import RollingText, Sample, TaskFormat, TaskScores
 
+# Of the intervals in a run's own file; the verdict's are at the policy's level.
+CONFIDENCE = 0.95
 DYING_WAIT_S = 3.0
 DATASET_CACHE = (
     "datasets"  # lives for one run: a cached copy of an edited items file is the last thing wanted
@@ -54,172 +68,187 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EvalRun:
-    """What to ask. `items` None asks all; `seed` picks the sample, the same for every variant.
+    """What to ask. `folder` None: `task` is one of lm-eval's own. `items` None asks all; `seed` picks the sample.
 
-    `concurrency` is the number of scoring requests in flight. Whether it changes answers is the engine's matter: with
-    max_num_seqs=1 on the server each step computes one whole prompt, so that nothing depends on arrival times.
+    `metric` says right or wrong about an item whose answer is generated, or of a benchmark; choices of a team's own set
+    are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of requests in
+    flight. Whether it changes answers is the engine's matter: with max_num_seqs=1 on the server each step computes one whole
+    prompt, so that nothing depends on arrival times. `looks` are the items after which a run may stop; empty: after all.
     """
 
-    folder: Path
+    folder: Path | None
     task: str
     items: int | None
     seed: int
     concurrency: int
-    confidence: float = 0.95
+    metric: str | None = None
+    filter: str = "none"
+    fewshot: int | None = None
+    chat_template: bool = False
     allow_truncated: bool = False
     request_timeout_s: int = 300
+    slice_items: Mapping[str, int] = field(default_factory=dict)
+    looks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the caller adds: is the engine alive, may the run stop early, and where answers are kept until it is done."""
+
+    check: Callable[[], None] = field(default=lambda: None)
+    decided: Callable[[Sequence[Sample]], bool] | None = None
+    cache: RequestCache | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What came back, before anything is compared. Accuracy is that of the highest summed loglikelihood."""
+    """What came back, before anything is compared."""
 
     evalset_sha256: str
-    samples: list[Sample]
-    accuracy: float
-    accuracy_ci: tuple[float, float]
-    slices: dict[str, SliceScore]
-    truncated_prompts: int
+    scores: TaskScores
     lm_eval_version: str
     wall_s: float
 
-    def as_quality(
-        self, variant: str, profile: str, evalset: str, seed: int, provenance: Provenance
-    ) -> Quality:
-        """The result file's record."""
-        return Quality(
-            variant=variant,
-            profile=profile,
-            evalset=evalset,
-            evalset_sha256=self.evalset_sha256,
-            sample_seed=seed,
-            n=len(self.samples),
-            accuracy=self.accuracy,
-            accuracy_ci=self.accuracy_ci,
-            slices=self.slices,
-            samples=self.samples,
-            truncated_prompts=self.truncated_prompts,
-            lm_eval_version=self.lm_eval_version,
-            provenance=provenance,
-            wall_s=self.wall_s,
-        )
+    @property
+    def samples(self) -> list[Sample]:
+        return self.scores.samples
 
 
-def run_quality(
-    run: EvalRun, endpoint: Endpoint, work_dir: Path, check: Callable[[], None] = lambda: None
-) -> Scores:
-    """Score the sampled items through `endpoint`. lm-eval's own log goes to `work_dir/lm-eval.log`.
+def run_quality(run: EvalRun, endpoint: Endpoint, work_dir: Path, hooks: Hooks | None = None) -> Scores:
+    """Score a task through `endpoint`. lm-eval's own log goes to `work_dir/lm-eval.log`.
 
     Errors: `UserInputError` (eval set or task yaml wrong, prompts too long), `EngineFailedError` (no answer, or one that is no
-    score: missing or non-finite logprobs; `check()` is asked for the cause first).
+    score: missing or non-finite logprobs; the hook `check` is asked for the cause first).
     """
     started = time.monotonic()
+    hooks = hooks or Hooks()
     work_dir.mkdir(parents=True, exist_ok=True)
     log_path = work_dir / "lm-eval.log"
-    with _quiet(log_path):
+    with _quiet(log_path, offline=run.folder is not None):
         try:
-            config, items_path, yaml_path = task_config(run.folder, run.task)
-            items = sample_items(load_items(items_path), run.items, run.seed)
-            sampled = _write_sampled(items_path, items, work_dir / "items.jsonl")
-            results, model = _evaluate(run, endpoint, _with_data(config, sampled, work_dir), yaml_path)
+            found = (
+                _run_benchmark(run, endpoint, hooks)
+                if run.folder is None
+                else _run_own(run, run.folder, endpoint, work_dir, hooks)
+            )
         except EngineFailedError as error:
-            _raise_engine_failure(error, check, log_path)
+            _raise_engine_failure(error, hooks.check, log_path)
         finally:
             shutil.rmtree(work_dir / DATASET_CACHE, ignore_errors=True)
-    samples = _samples(results["samples"][run.task], items, yaml_path)
+    _refuse_constant(found.samples)
+    return Scores(found.sha256, _summed(run, found), found.lm_eval_version, time.monotonic() - started)
+
+
+@dataclass
+class _Found:
+    """A run so far."""
+
+    sha256: str
+    kind: str
+    model: Any = None
+    lm_eval_version: str = ""
+    samples: list[Sample] = field(default_factory=list)
+    texts: list[RollingText] = field(default_factory=list)
+
+
+def _run_own(run: EvalRun, folder: Path, endpoint: Endpoint, work_dir: Path, hooks: Hooks) -> _Found:
+    """A team's set, in one go or look by look."""
+    files = read_task(folder, run.task)
+    items = sample_items(load_items(files.items_path, files.kind), run.items, run.seed, run.slice_items)
+    if run.looks:
+        items = scoring_order(items, run.seed)
+        if run.looks[-1] != len(items):
+            raise UserInputError(f"looks are planned over {run.looks[-1]} items, the sample has {len(items)}")
+    found = _Found(evalset_sha256(files.items_path, files.yaml_path), files.kind)
+    found.model = _scoring_model(run, endpoint, hooks.cache)
+    for start, end in itertools.pairwise((0, *(run.looks or (len(items),)))):
+        _score_part(run, files, items[start:end], found, work_dir)
+        if hooks.decided is not None and end < len(items) and hooks.decided(found.samples):
+            break
+    return found
+
+
+def _score_part(run: EvalRun, files: TaskFiles, items: Sequence[Item], found: _Found, work_dir: Path) -> None:
+    sampled = write_sampled(files.items_path, items, work_dir / "items.jsonl")
+    config = with_data(files.config, sampled, work_dir / DATASET_CACHE)
+    results = _evaluate(run, found.model, config, str(files.yaml_path))
+    logged = results["samples"][run.task]
+    found.lm_eval_version = str(results["lm_eval_version"])
+    if files.kind == "loglikelihood_rolling":
+        found.texts += own_texts(logged, items, files.yaml_path)
+    else:
+        found.samples += own_samples(logged, items, files.kind, run.metric, files.yaml_path)
+
+
+def _run_benchmark(run: EvalRun, endpoint: Endpoint, hooks: Hooks) -> _Found:
+    """One of lm-eval's own tasks. Its data come from a hub, so its identity is the hash of what was asked."""
+    found = _Found("", "benchmark", _scoring_model(run, endpoint, hooks.cache))
+    results = _evaluate(run, found.model, run.task, f"lm-eval task {run.task}")
+    found.lm_eval_version = str(results["lm_eval_version"])
+    found.samples = benchmark_samples(results["samples"], run.metric, run.filter)
+    asked = "".join(sample.doc_hash + sample.prompt_hash + sample.target_hash for sample in found.samples)
+    found.sha256 = hashlib.sha256(asked.encode()).hexdigest()
+    return found
+
+
+def _summed(run: EvalRun, found: _Found) -> TaskScores:
+    samples, model = found.samples, found.model
     right = sum(sample.correct for sample in samples)
-    return Scores(
-        evalset_sha256=evalset_sha256(items_path, yaml_path),
+    return TaskScores(
+        task=run.task,
+        kind=found.kind,
+        n=len(samples) or len(found.texts),
+        accuracy=right / len(samples) if samples else None,
+        accuracy_ci=wilson_interval(right, len(samples), CONFIDENCE) if samples else None,
+        slices=slice_scores(samples, CONFIDENCE),
         samples=samples,
-        accuracy=right / len(samples),
-        accuracy_ci=wilson_interval(right, len(samples), run.confidence),
-        slices=slice_scores(samples, run.confidence),
-        truncated_prompts=len(model.truncated_items),
-        lm_eval_version=str(results["lm_eval_version"]),
-        wall_s=time.monotonic() - started,
+        texts=found.texts,
+        format=TaskFormat(
+            chat_template=run.chat_template,
+            fewshot=run.fewshot,
+            bos_tokens=max(model.bos_tokens, default=None),
+            truncated_prompts=len(model.truncated_items),
+            empty_answers=sum(1 for s in samples if s.generated is not None and not s.generated.strip()),
+            cut_answers=sum(1 for s in samples if s.cut),
+        ),
     )
+
+
+def _refuse_constant(samples: Sequence[Sample]) -> None:
+    """An engine that gives every choice of every item one score has not read a single prompt."""
+    scored = [sample.loglikelihoods for sample in samples if len(sample.loglikelihoods) > 1]
+    if scored and all(len(set(values)) == 1 for values in scored):
+        raise EngineFailedError(
+            f"the engine gave all choices of all {len(scored)} items the same score: it isn't scoring them"
+        )
 
 
 def evalset_sha256(items_path: Path, yaml_path: Path) -> str:
     """Identity of an eval set: its items and its task yaml, not its README."""
-    import hashlib
-
     parts = f"{sha256_file(items_path)} {sha256_file(yaml_path)}"
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def task_config(folder: Path, task: str) -> tuple[dict[str, Any], Path, Path]:
-    """The task's lm-eval configuration, its items file and its yaml. `UserInputError` says what is wrong with the folder."""
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    if not folder.is_dir():
-        raise UserInputError(f"{folder}: no such eval set folder")
-    try:
-        manager = TaskManager(include_path=str(folder), include_defaults=False)
-    except Exception as error:
-        raise UserInputError(f"{folder}: a task yaml can't be read ({_one_line(error)})") from None
-    entry = manager.task_index.get(task)
-    if entry is None or entry.yaml_path is None:
-        found = ", ".join(manager.all_subtasks) or "none"
-        raise UserInputError(f"{folder}: no task {task!r} in its yaml files; there: {found}")
-    yaml_path = Path(entry.yaml_path)
-    try:
-        config: dict[str, Any] = load_yaml(yaml_path, resolve_func=True)
-    except Exception as error:
-        raise UserInputError(f"{yaml_path}: can't be read ({_one_line(error)})") from None
-    output_type = config.get("output_type")
-    if output_type != "multiple_choice":
-        raise UserInputError(f"{yaml_path}: output_type: {output_type!r}; allowed is multiple_choice")
-    if config.get("dataset_path") != "json":
-        raise UserInputError(
-            f"{yaml_path}: dataset_path: {config.get('dataset_path')!r}; allowed is json, with a local file"
-        )
-    split = config.get("test_split")
-    files = (config.get("dataset_kwargs") or {}).get("data_files")
-    if not isinstance(files, Mapping) or not isinstance(files.get(split), str):
-        raise UserInputError(
-            f"{yaml_path}: dataset_kwargs.data_files: needs one file under test_split ({split!r})"
-        )
-    return config, folder / files[split], yaml_path
-
-
-def _with_data(config: Mapping[str, Any], sampled: Path, work_dir: Path) -> dict[str, Any]:
-    """The configuration over the sampled items, with a dataset cache of its own."""
-    kwargs = dict(config.get("dataset_kwargs") or {})
-    kwargs["data_files"] = {config["test_split"]: str(sampled.resolve())}
-    kwargs["cache_dir"] = str((work_dir / DATASET_CACHE).resolve())
-    return {**config, "dataset_kwargs": kwargs}
-
-
-def _write_sampled(items_path: Path, items: Sequence[Item], target: Path) -> Path:
-    """The chosen items' own lines, unchanged: a team's yaml may use fields that we don't know."""
-    wanted = {item.id for item in items}
-    with items_path.open(encoding="utf-8") as file:
-        lines = [line.strip() for line in file if line.strip()]
-    return write_text(target, "".join(f"{line}\n" for line in lines if str(json.loads(line)["id"]) in wanted))
-
-
-def _evaluate(
-    run: EvalRun, endpoint: Endpoint, config: Mapping[str, Any], yaml_path: Path
-) -> tuple[dict[str, Any], Any]:
-    """lm-eval's results and the client that asked, every argument explicit."""
+def _evaluate(run: EvalRun, model: Any, task: str | Mapping[str, Any], where: str) -> dict[str, Any]:
+    """lm-eval's results, every argument explicit."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    model = _scoring_model(run, endpoint)
+    own = run.folder is not None
     try:
         results = simple_evaluate(
             model=model,
-            tasks=[dict(config)],
-            task_manager=TaskManager(include_defaults=False),
-            num_fewshot=None,
-            limit=None,
+            tasks=[task if isinstance(task, str) else dict(task)],
+            task_manager=TaskManager(include_defaults=not own),
+            num_fewshot=run.fewshot,
+            limit=None if own else run.items,  # of a team's set the sample is chosen here, not by lm-eval
             use_cache=None,  # it is keyed by the request, not by the model
             cache_requests=False,
             bootstrap_iters=0,  # lm-eval's errors are unpaired; ours are in statistics.py
             log_samples=True,
-            apply_chat_template=False,
+            apply_chat_template=run.chat_template,
+            fewshot_as_multiturn=run.chat_template,
+            system_instruction=None,
             random_seed=run.seed,
             numpy_random_seed=run.seed,
             torch_random_seed=None,
@@ -228,25 +257,27 @@ def _evaluate(
     except QuantgateError:
         raise
     except Exception as error:
-        raise UserInputError(f"{yaml_path}: lm-eval can't run this task ({_one_line(error)})") from error
+        raise UserInputError(f"{where}: lm-eval can't run this task ({one_line(error)})") from error
     if results is None:
         raise EngineFailedError("lm-eval returned no results")
-    return dict(results), model
+    return dict(results)
 
 
-def _scoring_model(run: EvalRun, endpoint: Endpoint) -> Any:
+def _scoring_model(run: EvalRun, endpoint: Endpoint, cache: RequestCache | None) -> Any:
     """The client, every argument explicit; `UserInputError` where the model folder has no tokenizer that loads."""
     from pipeline.quality.completions import ScoringModel
 
     try:
         return ScoringModel(
             allow_truncated=run.allow_truncated,
+            brings_bos=run.chat_template,
+            cache=cache,
             model=endpoint.served_name,
             base_url=f"{endpoint.base_url}/v1/completions",
             tokenizer=str(endpoint.tokenizer_dir),
             tokenizer_backend="huggingface",
             tokenized_requests=True,  # the endpoint must not tokenize (or add a BOS) by itself
-            add_bos_token=False,
+            add_bos_token=False,  # the client decides by what the tokenizer itself does
             trust_remote_code=False,
             truncate=False,
             max_length=endpoint.max_length,  # the default, 2048, cuts prompts or overruns the server
@@ -258,44 +289,12 @@ def _scoring_model(run: EvalRun, endpoint: Endpoint) -> Any:
         )
     except ImportError as error:
         raise EnvironmentUnfitError(
-            f"lm-eval can't tokenize here ({_one_line(error)}); build the orchestrator environment again"
+            f"lm-eval can't tokenize here ({one_line(error)}); build the orchestrator environment again"
         ) from error
     except Exception as error:
         raise UserInputError(
-            f"{endpoint.tokenizer_dir}: no tokenizer can be loaded ({_one_line(error)})"
+            f"{endpoint.tokenizer_dir}: no tokenizer can be loaded ({one_line(error)})"
         ) from error
-
-
-def _samples(logged: Sequence[Mapping[str, Any]], items: Sequence[Item], yaml_path: Path) -> list[Sample]:
-    """lm-eval's logged samples as ours, in the items' order; every item exactly once."""
-    by_id = {str(entry["doc"]["id"]): entry for entry in logged}
-    if len(by_id) != len(logged) or set(by_id) != {item.id for item in items}:
-        raise UserInputError(
-            f"{yaml_path}: the task scored {len(by_id)} of {len(items)} items; process_docs may not drop any"
-        )
-    return [_sample(by_id[item.id], item, yaml_path) for item in items]
-
-
-def _sample(entry: Mapping[str, Any], item: Item, yaml_path: Path) -> Sample:
-    loglikelihoods = [float(value) for value, _ in entry["filtered_resps"]]
-    if len(loglikelihoods) != len(item.choices) or entry["target"] != item.answer:
-        raise UserInputError(
-            f"{yaml_path}: item {item.id} has {len(item.choices)} choices and answer {item.answer}, the task scored "
-            f"{len(loglikelihoods)} against {entry['target']!r}; doc_to_choice and doc_to_target must give the item's own"
-        )
-    chosen = max(range(len(loglikelihoods)), key=loglikelihoods.__getitem__)  # the first of equals
-    return Sample(
-        id=item.id,
-        slice=item.slice,
-        cluster=item.cluster,
-        doc_hash=entry["doc_hash"],
-        prompt_hash=entry["prompt_hash"],
-        target_hash=entry["target_hash"],
-        correct=chosen == item.answer,
-        chosen=chosen,
-        target=item.answer,
-        loglikelihoods=loglikelihoods,
-    )
 
 
 def _raise_engine_failure(error: EngineFailedError, check: Callable[[], None], log_path: Path) -> NoReturn:
@@ -311,11 +310,10 @@ def _raise_engine_failure(error: EngineFailedError, check: Callable[[], None], l
 
 
 @contextlib.contextmanager
-def _quiet(log_path: Path) -> Iterator[None]:
-    """lm-eval and its libraries log to a file and stay off the network; everything is put back afterwards."""
+def _quiet(log_path: Path, offline: bool) -> Iterator[None]:
+    """lm-eval and its libraries log to a file and, if `offline`, stay off the network; everything is put back afterwards."""
     environment = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
+        **({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {}),
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -348,7 +346,3 @@ def _quiet(log_path: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

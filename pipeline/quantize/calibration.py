@@ -35,7 +35,8 @@ def read_texts(path: str | Path) -> list[Text]:
         )
     texts: list[Text] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(target.read_text(encoding="utf-8").splitlines(), start=1):
+    # Lines end at \n only: str.splitlines would also cut inside a JSON string that holds U+2028.
+    for number, line in enumerate(target.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

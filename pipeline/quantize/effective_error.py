@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from pipeline.errors import QuantgateError
-from pipeline.models.architectures import LAYER_LINEARS, Geometry, has_bias, layer_name
+from pipeline.models.architectures import LAYER_LINEARS, Geometry, attention, has_bias, layer_name
 
 Fetch = Callable[[str], torch.Tensor]
 """Gives the float32 tensor of a name, e.g. `model.layers.0.self_attn.q_proj.weight`, shape (out, in)."""
@@ -105,5 +105,6 @@ def _row_factors(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 def _share_among_queries(factors: torch.Tensor, sizes: Geometry) -> torch.Tensor:
     """Expand factors of v's rows (kv_heads * head_dim) to o's columns (heads * head_dim), as attention shares them."""
-    per_head = factors.reshape(sizes.kv_heads, sizes.head_dim)
-    return per_head.repeat_interleave(sizes.heads // sizes.kv_heads, dim=0).reshape(-1)
+    shape = attention(sizes)
+    per_head = factors.reshape(shape.kv_heads, shape.head_dim)
+    return per_head.repeat_interleave(shape.heads // shape.kv_heads, dim=0).reshape(-1)

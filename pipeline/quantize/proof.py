@@ -164,11 +164,11 @@ def check_effective_error(
     low, high = recipe.effective_error_range
     modules: dict[str, float] = {}
     per_layer: list[float] = []
-    for layer in range(sizes.layers):
+    for layer in range(len(sizes.layers)):
         errors = layer_errors(layer, sizes, original, stored)
         modules.update(errors)
         per_layer.append(round(sum(errors.values()) / len(errors), 5))
-        progress("prove weights", layer + 1, sizes.layers)
+        progress("prove weights", layer + 1, len(sizes.layers))
     outside = {name: error for name, error in modules.items() if not low <= error <= high}
     if outside:
         # NaN sorts as the worst there is.

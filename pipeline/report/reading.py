@@ -39,7 +39,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def fitting_sequences(capacity: Capacity | None) -> int | None:
-    """Whole sequences that fit by the engine's own token count, its null block deducted; None if not reported."""
+    """Whole sequences that fit in the pool that the engine reported; None where there is none."""
     return None if capacity is None else capacity.reported_fitting_sequences
 
 

@@ -14,8 +14,17 @@ from pipeline.report.reading import (
     required_sequences,
     why,
 )
-from pipeline.report.wording import NOT_MEASURED, count, mebibytes, number, points, points_interval, speed
-from pipeline.results import Plan, VariantVerdict, Verdict
+from pipeline.report.wording import (
+    NOT_MEASURED,
+    count,
+    mebibytes,
+    number,
+    percent,
+    points,
+    points_interval,
+    speed,
+)
+from pipeline.results import Plan, QualityDelta, VariantVerdict, Verdict
 
 WIDTH = 110
 
@@ -38,13 +47,9 @@ def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
         ]
         for name, result in verdict.variants.items()
     ]
-    widths = [max(_columns(row[index]) for row in [head, *rows]) for index in range(len(head))]
-    lines = [
-        _line(head, widths),
-        "  ".join("-" * width for width in widths),
-        *(_line(row, widths) for row in rows),
-        "",
-    ]
+    lines = [*_columned(head, rows), ""]
+    widths = [max(_columns(name) for name in ["variant", *map(_plain, verdict.variants)])]
+    lines += [*_quality_lines(verdict), ""]
     indent = " " * (widths[0] + 2)
     for name, result in verdict.variants.items():
         lines += textwrap.wrap(
@@ -58,6 +63,48 @@ def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
     lines += ["", *textwrap.wrap(_plain(control_summary(verdict)), WIDTH)]
     title = f"{_plain(headline(verdict))} (profile {_plain(verdict.profile)}, reference {_plain(verdict.reference)})"
     return "\n".join([title, "", *lines]).replace("\u2212", "-").replace("\u00a0", " ") + "\n"
+
+
+def _columned(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(_columns(row[index]) for row in [head, *rows]) for index in range(len(head))]
+    return [
+        _line(head, widths),
+        "  ".join("-" * width for width in widths),
+        *(_line(row, widths) for row in rows),
+    ]
+
+
+def _quality_lines(verdict: Verdict) -> list[str]:
+    """Accuracy, flips beside the A/A floor, the items that an open case needs, and the divergence."""
+    head = ["variant", "items", "accuracy", "flips, A/A", "items needed", "KL (nats)", "same token"]
+    rows = [
+        [_plain(name), *_quality_row(result.quality, name == verdict.reference), *_divergence_row(result)]
+        for name, result in verdict.variants.items()
+        if result.quality is not None
+    ]
+    if not any(result.divergence for result in verdict.variants.values()):
+        head, rows = head[:-2], [row[:-2] for row in rows]
+    return _columned(head, rows) if rows else ["quality was not measured"]
+
+
+def _divergence_row(result: VariantVerdict) -> list[str]:
+    found = result.divergence
+    if found is None:
+        return ["", ""]
+    return [f"{number(found.kl.value, 4)} +- {number(found.kl.se, 4)}", percent(found.same_top1.value)]
+
+
+def _quality_row(delta: QualityDelta, is_reference: bool) -> list[str]:
+    if is_reference:
+        return [count(delta.n), percent(delta.accuracy), "reference", ""]
+    noise = " (noise)" if delta.within_noise and delta.flips else ""
+    needed = "" if delta.items_to_decide is None else count(delta.items_to_decide)
+    return [
+        count(delta.n),
+        percent(delta.accuracy),
+        f"{count(delta.flips)}, {count(delta.noise_floor_flips)}{noise}",
+        needed or "decided",
+    ]
 
 
 def _against(value: int | None, needed: int | None) -> str:

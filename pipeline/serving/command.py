@@ -45,6 +45,8 @@ class ServeSpec:
     gpu_memory_utilization: float | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     enforce_eager: bool = True
     prefix_caching: bool = False
     seed: int = 0
@@ -90,6 +92,8 @@ def build_command(spec: ServeSpec, python: str | Path, port: int) -> list[str]:
         ("--gpu-memory-utilization", spec.gpu_memory_utilization),
         ("--max-num-batched-tokens", spec.max_num_batched_tokens),
         ("--block-size", spec.block_size),
+        ("--tensor-parallel-size", spec.tensor_parallel if spec.tensor_parallel > 1 else None),
+        ("--pipeline-parallel-size", spec.pipeline_parallel if spec.pipeline_parallel > 1 else None),
     ):
         if value is not None:
             command += [flag, str(value)]

@@ -17,7 +17,7 @@ from pipeline.errors import UserInputError
 from pipeline.files import write_text
 from pipeline.settings.schema import Settings
 
-GROUPS = ("model", "device", "server", "load", "evalset", "slo", "policy")
+GROUPS = ("model", "device", "overheads", "server", "load", "evalset", "slo", "policy")
 
 
 def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Settings:
@@ -81,6 +81,12 @@ def write_parameters(profile: str, root: Path | None = None) -> Path:
     return write_text(root / "params.yaml", header + yaml.safe_dump(parameters, sort_keys=False))
 
 
+def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
+    """Conf group -> option that a profile selects, without loading its variants."""
+    _, choices = _compose((root or Path.cwd()).resolve(), [f"profile={profile}"])
+    return {group: choices[group] for group in GROUPS}
+
+
 def profiles(root: Path | None = None) -> list[str]:
     """Names of the profiles in `conf/profile/`."""
     return sorted(path.stem for path in ((root or Path.cwd()) / "conf" / "profile").glob("*.yaml"))
@@ -88,8 +94,36 @@ def profiles(root: Path | None = None) -> list[str]:
 
 def _parameters_of(settings: Settings) -> dict[str, Any]:
     schemes = {scheme: {"quantizer": recipe.name} for scheme, recipe in settings.quantizers.items()}
-    variants = {name: {"weights": variant.weights} for name, variant in settings.variants.items()}
-    return {"profile": settings.profile, **settings.choices, "schemes": schemes, "variants": variants}
+    variants = {
+        name: {"weights": variant.weights, "quality_after": _quality_after(settings, name)}
+        for name, variant in settings.variants.items()
+    }
+    return {
+        "profile": settings.profile,
+        **settings.choices,
+        **_evalset_files(settings),
+        "schemes": schemes,
+        "variants": variants,
+    }
+
+
+def _quality_after(settings: Settings, name: str) -> str:
+    """What a variant's quality stage reads of the reference's. The reference itself comes after the model it serves."""
+    if name == settings.reference:
+        return "results/prepare.json"
+    return (
+        f"results/quality/{settings.reference}.{'json' if settings.evalset.looks > 1 else 'logprobs.parquet'}"
+    )
+
+
+def _evalset_files(settings: Settings) -> dict[str, str]:
+    """The eval set's folder, and the file that says when a run stops: a sequential one stops by the policy's margin."""
+    evalset = f"conf/evalset/{settings.choices['evalset']}.yaml"
+    policy = f"conf/policy/{settings.choices['policy']}.yaml"
+    return {
+        "evalset_folder": settings.evalset.folder or evalset,
+        "stops_by": policy if settings.evalset.looks > 1 else evalset,
+    }
 
 
 def _compose(root: Path, overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -121,7 +155,7 @@ def _compose(root: Path, overrides: list[str]) -> tuple[dict[str, Any], dict[str
 
 
 def _compose_group(root: Path, group: str, name: str) -> dict[str, Any]:
-    """One option of a group on its own, with its defaults list honoured."""
+    """One option of a group on its own. Hydra composes it where it has a defaults list; without one it would take 50 ms for a copy."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -131,8 +165,11 @@ def _compose_group(root: Path, group: str, name: str) -> dict[str, Any]:
         raise UserInputError(f"conf/{group}/{name}.yaml: no such {group}; there are {', '.join(available)}")
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(root / "conf"), version_base="1.3"):
-            content = OmegaConf.to_container(compose(f"{group}/{name}"), resolve=True)
+        loaded = OmegaConf.load(root / "conf" / group / f"{name}.yaml")
+        if "defaults" in loaded:
+            with initialize_config_dir(str(root / "conf"), version_base="1.3"):
+                loaded = compose(f"{group}/{name}")
+        content = OmegaConf.to_container(loaded, resolve=True)
     except Exception as error:
         raise UserInputError(f"conf/{group}/{name}.yaml: {_one_line(error)}") from None
     assert isinstance(content, dict)

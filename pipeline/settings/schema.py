@@ -72,17 +72,88 @@ class DeviceSettings(Strict):
         description="true: the memory figures are a chosen budget, not a card's; said everywhere"
     )
     memory_gib: float = Field(gt=0, description="GiB the engine can see (V)")
-    nominal_memory_gib: float = Field(gt=0, description="GiB on the label, for arithmetic done by hand")
     memory_utilization: float = Field(gt=0, le=1, description="share of it the engine may take (u)")
-    overhead_gib: float = Field(ge=0, description="GiB for activations, context and graphs (A + O)")
+    held_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="GiB that others hold: a desktop takes 1 to 2, a server without one none",
+    )
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
-    @property
-    def overhead_bytes(self) -> int:
-        return int(self.overhead_gib * GIB)
+    @model_validator(mode="after")
+    def _room(self) -> DeviceSettings:
+        if self.held_gib >= self.memory_gib:
+            raise ValueError(f"held_gib {self.held_gib} leaves nothing of memory_gib {self.memory_gib}")
+        return self
+
+
+class OverheadTerm(Strict):
+    """One memory term beside weights and KV, with the band it is believed to lie in."""
+
+    name: Literal["buffers", "activation", "non_torch", "cuda_graphs", "emulated"] = Field(
+        description="buffers: what loading adds to the checkpoint's bytes; the others as the engine's log names them"
+    )
+    engine_versions: str = Field(description="PEP 440 specifier of the engine versions it holds for")
+    gib: float = Field(ge=0, description="expected, GiB")
+    low_gib: float = Field(ge=0)
+    high_gib: float = Field(ge=0)
+    source: str = Field(min_length=1, description="where the figures are from")
+    runs: int = Field(
+        default=0, ge=0, description="own measured runs behind the figures; 0: published ones only"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OverheadTerm:
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+        if not self.low_gib <= self.gib <= self.high_gib:
+            raise ValueError(
+                f"{self.name}: low_gib {self.low_gib}, gib {self.gib} and high_gib {self.high_gib} must rise"
+            )
+        try:
+            SpecifierSet(self.engine_versions)
+        except InvalidSpecifier:
+            raise ValueError(
+                f"{self.name}: engine_versions {self.engine_versions!r} is no version specifier, e.g. '>=0.20'"
+            ) from None
+        return self
+
+    def holds_for(self, version: str) -> bool:
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(self.engine_versions).contains(version, prereleases=True)
+
+
+class OverheadSettings(Strict):
+    """A + O of one device, as a table by engine version."""
+
+    name: Name
+    device: Name = Field(description="the device that they are of")
+    terms: tuple[OverheadTerm, ...] = Field(min_length=1)
+
+    def for_version(self, version: str) -> tuple[OverheadTerm, ...]:
+        """The terms that hold for an engine version; a term given twice for it, or none at all, is a ValueError."""
+        found = tuple(term for term in self.terms if term.holds_for(version))
+        names = [term.name for term in found]
+        if not found or len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(
+                f"{'terms given twice for' if twice else 'no term for'} engine version {version}{': ' if twice else ''}{', '.join(twice)}"
+            )
+        return found
+
+
+class HandSettings(Strict):
+    """The capacity arithmetic as done by hand with round figures, shown beside the engine's."""
+
+    memory_gib: float = Field(gt=0)
+    memory_utilization: float = Field(gt=0, le=1)
+    overhead_gib: float = Field(ge=0, description="A + O in one figure")
+    weights_gib: dict[str, float] = Field(description="scheme -> GiB")
+    source: str = Field(min_length=1)
 
 
 class VariantSettings(Strict):
@@ -167,6 +238,12 @@ class ServerSettings(Strict):
     """How the engine is started: the same for all variants."""
 
     engine: Literal["vllm"]
+    engine_version: str = Field(
+        pattern=r"^\d+\.\d+(\.\d+)?$",
+        description="the locked one: chooses the memory overheads and how the log counts",
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="cards that share every layer")
+    pipeline_parallel: int = Field(default=1, ge=1, description="cards that share the layers out")
     dtype: Literal["bfloat16", "float16"] = Field(description="activations and unquantized weights")
     max_model_len: int = Field(ge=16, description="tokens per sequence, prompt and output")
     max_num_seqs: int = Field(
@@ -315,15 +392,72 @@ class LoadSettings(Strict):
         return self
 
 
-class EvalsetSettings(Strict):
-    """The team's eval set."""
+class DivergenceSettings(Strict):
+    """The fixed token stream on which next-token distributions are compared."""
+
+    prompts: int = Field(ge=2, description="eval prompts, stratified by slice; hundreds give a tight answer")
+    continuation_tokens: int = Field(ge=1, description="tokens that the reference adds to each prompt")
+    top_k: int = Field(ge=1, le=20, description="likeliest tokens kept; 20 is vLLM's own max_logprobs")
+
+
+class TaskSettings(Strict):
+    """One lm-eval task and how it is put to the model."""
+
+    task: str = Field(
+        min_length=1, description="lm-eval task name: in the folder's yaml, or of lm-eval's own"
+    )
+    items: int | None = Field(
+        default=None,
+        ge=2,
+        description="seeded sample, the same for every variant (of lm-eval's own tasks the first of each); null: all",
+    )
+    slice_items: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="items of slices that don't take their proportional share of `items`: a long prompt costs as much as "
+        "twenty short ones",
+    )
+    metric: str | None = Field(
+        default=None,
+        description="says right (1) or wrong (0) about a generated answer or a benchmark's item, such as exact_match; null: "
+        "the choice with the highest loglikelihood",
+    )
+    filter: str = Field(default="none", description="lm-eval's answer filter, for tasks that have several")
+    fewshot: int | None = Field(
+        default=None, ge=0, description="examples before a prompt; null: the task's own"
+    )
+    chat_template: bool = Field(default=False, description="put prompts into the model's chat template")
+    allow_truncated: bool = Field(
+        default=False, description="true: prompts that don't fit are cut and counted"
+    )
+
+
+class EvalsetSettings(TaskSettings):
+    """The team's eval set: a first task, which the variant is judged by, and further ones with a gate each."""
 
     name: Name
-    folder: str = Field(min_length=1, description="README.md, task yaml, items.jsonl")
-    task: str = Field(min_length=1, description="lm-eval task name in the folder's yaml")
-    items: int | None = Field(ge=2, description="seeded sample, the same for every variant; null: all")
+    folder: str | None = Field(
+        min_length=1,
+        description="README.md, task yaml, items.jsonl; null: a task of lm-eval's own, from a hub",
+    )
     seed: int = Field(ge=0)
-    concurrency: int = Field(ge=1, description="scoring requests in flight")
+    concurrency: int = Field(ge=2, description="scoring requests in flight")
+    looks: int = Field(
+        default=1, ge=1, le=20, description="1: score all items; more: look so often and stop when decided"
+    )
+    spending: Literal["pocock", "obrien-fleming"] = Field(
+        default="pocock", description="how the looks share the error: pocock stops earlier"
+    )
+    divergence: DivergenceSettings | None = Field(default=None, description="null: no divergence is measured")
+    further: tuple[TaskSettings, ...] = Field(default=(), description="more tasks of the same folder")
+
+    @model_validator(mode="after")
+    def _possible(self) -> EvalsetSettings:
+        if self.folder is None and (self.divergence is not None or self.looks > 1):
+            raise ValueError("divergence and looks need a set of your own: folder is null")
+        names = [self.task, *(task.task for task in self.further)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a task is named twice: {', '.join(names)}")
+        return self
 
 
 class SloSettings(Strict):
@@ -344,6 +478,29 @@ class PolicySettings(Strict):
         ge=1, description="concurrent sequences of max_model_len tokens that must fit"
     )
     quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    task_margins: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=dict, description="margins of tasks that have one of their own"
+    )
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="mean top-k-truncated KL divergence (nats) that is tolerated; null: no gate",
+    )
+    min_same_top1: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of positions with the same likeliest token; null: no gate",
+    )
+    max_perplexity_ratio: float | None = Field(
+        default=None, gt=1, description="perplexity of variant / reference that is tolerated; null: no gate"
+    )
+    max_delta_p_rms: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="root mean square change of a token's probability that is tolerated; null: no gate",
+    )
     confidence: float = Field(
         gt=0.5, lt=1, description="of the two-sided interval of the accuracy difference"
     )
@@ -357,6 +514,7 @@ class Settings(Strict):
     control: Name | None = Field(description="the reference run again: the noise floor")
     model: ModelSettings
     device: DeviceSettings
+    overheads: OverheadSettings
     server: ServerSettings
     load: LoadSettings
     evalset: EvalsetSettings
@@ -364,6 +522,9 @@ class Settings(Strict):
     policy: PolicySettings
     variants: dict[str, VariantSettings] = Field(min_length=1)
     quantizers: dict[str, QuantizerSettings]
+    hand_calculation: HandSettings | None = Field(
+        default=None, description="null: there is none to compare with"
+    )
     choices: dict[str, str] = Field(description="conf group -> selected option")
 
     @model_validator(mode="after")
@@ -379,6 +540,11 @@ class Settings(Strict):
                 raise ValueError(
                     f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}"
                 )
+        if self.overheads.device != self.device.name:
+            raise ValueError(
+                f"overheads {self.overheads.name!r} are of the device {self.overheads.device!r}, but the device is {self.device.name!r}"
+            )
+        self.overheads.for_version(self.server.engine_version)
         longest = self.load.workload.longest_tokens
         if longest is not None and longest > self.server.max_model_len:
             raise ValueError(

@@ -83,6 +83,8 @@ def serve_spec(
         gpu_memory_utilization=None if on_cpu else device.memory_utilization,
         max_num_batched_tokens=server.max_num_batched_tokens,
         block_size=server.block_size,
+        tensor_parallel=server.tensor_parallel,
+        pipeline_parallel=server.pipeline_parallel,
         enforce_eager=server.enforce_eager,
         seed=server.seed,
         extra_args=variant.engine_args,

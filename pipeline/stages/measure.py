@@ -21,11 +21,12 @@ from pipeline.load.records import write_records
 from pipeline.load.search import Axis
 from pipeline.load.slo import SearchPlan, Slo
 from pipeline.load.workload import make_source
+from pipeline.planning.reconciliation import reconciled
 from pipeline.results import Capacity, EngineFacts, Measurement, save
 from pipeline.serving.provenance import provenance
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
-from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
+from pipeline.serving.signals import parse_log, parse_metrics
 from pipeline.settings import Settings
 from pipeline.settings.schema import FixedWorkload
 from pipeline.stages.context import (
@@ -59,9 +60,10 @@ def run(settings: Settings, name: str) -> None:
         driver.session(logs) as session,
         serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server,
     ):
-        tokens, sequences = reported_capacity(
-            parse_log(server.log_text()), parse_metrics(server.metrics_text())
+        capacity, terms = reconciled(
+            settings, row, parse_log(server.log_text()), parse_metrics(server.metrics_text())
         )
+        tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
         with MetricsSampler(server.base_url, SAMPLE_INTERVAL_S) as sampler:
             try:
@@ -77,14 +79,16 @@ def run(settings: Settings, name: str) -> None:
     write_records(requests_file, outcome.records)
     sampler.write(timeline_file)
     source = provenance(server, signals, machine)
-    save(folder / f"{name}.engine.json", EngineFacts.of(source, tokens))
+    save(folder / f"{name}.engine.json", EngineFacts.of(source, capacity.reported_tokens))
     save(
         folder / f"{name}.json",
         Measurement(
             variant=name,
             profile=settings.profile,
             weights=variant.weights,
-            capacity=_capacity(row.capacity, tokens, sequences, outcome),
+            weight_bytes=row.weight_bytes,
+            capacity=_observed(capacity, outcome),
+            reconciliation=terms,
             levels=outcome.levels,
             fill=outcome.fill,
             searches=outcome.searches,
@@ -170,27 +174,15 @@ def _keep_unfinished(logs: Path, name: str, outcome: LoadOutcome, error: Quantga
     )
 
 
-def _capacity(predicted: Capacity, tokens: int, sequences: float, outcome: LoadOutcome) -> Capacity:
-    """The planner's record completed with what the engine reported and what the load showed."""
-    if predicted.predicted_tokens != tokens:
-        print(
-            f"warning: predicted {predicted.predicted_tokens} KV tokens, the engine reports {tokens}",
-            file=sys.stderr,
-        )
+def _observed(capacity: Capacity, outcome: LoadOutcome) -> Capacity:
+    """The capacity record completed with what the load showed."""
     if outcome.fill is not None:
         peak, note = outcome.fill.observed_peak_running, outcome.fill.note
     else:
         peaks = [level.peak_running for level in outcome.levels if level.peak_running is not None]
         peak = max(peaks, default=None)
         note = "no fill test was run; this is the load levels' peak, whose requests may be shorter"
-    return predicted.model_copy(
-        update={
-            "reported_tokens": tokens,
-            "reported_sequences": sequences,
-            "observed_peak_running": peak,
-            "observed_peak_running_note": note,
-        }
-    )
+    return capacity.model_copy(update={"observed_peak_running": peak, "observed_peak_running_note": note})
 
 
 if __name__ == "__main__":

@@ -5,28 +5,37 @@ from __future__ import annotations
 import shutil
 import sys
 
-from pipeline.capacity import Geometry
-from pipeline.capacity.plan import Card, Row, plan_row
+from pipeline.capacity import GIB, Card, Geometry, Row, explain, plan_row
+from pipeline.capacity.reconcile import planned_terms
 from pipeline.files import read_json
 from pipeline.models.check import weight_bytes
-from pipeline.results import Capacity, Plan, PlanRow, save
+from pipeline.planning.scenario import card_of, hand_calculation_of, rank_weights_of, rules_of
+from pipeline.results import BudgetTerm, Capacity, HandRow, Plan, PlanRow, save
 from pipeline.settings import Settings, VariantSettings
 from pipeline.stages.context import RESULTS, stage_main, weights_folder
 
 
 def run(settings: Settings, _: str) -> None:
     rows = []
+    card = card_of(settings)
     shutil.rmtree(RESULTS / "plan", ignore_errors=True)
     for variant in settings.variants.values():
-        row = _row(settings, variant)
+        row = _row(settings, variant, card)
         record = PlanRow(
             variant=variant.name,
             weights=variant.weights,
             kv_cache_dtype=variant.kv_cache_dtype,
             weight_bytes=row.weight_bytes,
-            overhead_bytes=settings.device.overhead_bytes,
+            overhead_bytes=card.overhead_bytes,
+            terms=[
+                BudgetTerm(
+                    name=term.name, predicted_bytes=term.value_bytes, low_bytes=term.low_bytes, high_bytes=term.high_bytes
+                )
+                for term in planned_terms(card, row.weight_bytes)
+            ],
+            by_hand=_by_hand(settings, row, card),
             capacity=_capacity(row),
-        )
+        )  # fmt: skip
         rows.append(record)
         # A file per variant as well: what a variant is served with depends on its own row and on no other's.
         save(RESULTS / "plan" / f"{variant.name}.json", record)
@@ -45,33 +54,56 @@ def run(settings: Settings, _: str) -> None:
     save(RESULTS / "plan.json", plan)
 
 
-def _row(settings: Settings, variant: VariantSettings) -> Row:
+def _row(settings: Settings, variant: VariantSettings, card: Card) -> Row:
     """The planner's row for a variant whose checkpoint is at hand: weights are counted, not computed."""
     folder = weights_folder(variant.weights)
     path = folder / "config.json"
-    device = settings.device
+    geometry = Geometry.from_config(read_json(path), str(path))
     return plan_row(
         variant.name,
         variant.weights,
         variant.kv_cache_dtype,
-        Geometry.from_config(read_json(path), str(path)),
-        weight_bytes(folder),
-        Card(device.memory_bytes, device.memory_utilization, device.overhead_bytes),
-        settings.server.block_size,
+        geometry,
+        rank_weights_of(settings, geometry, variant.weights, weight_bytes(folder)),
+        card,
+        rules_of(settings),
         settings.server.max_model_len,
+        settings.server.tensor_parallel,
     )
+
+
+def _by_hand(settings: Settings, row: Row, card: Card) -> HandRow | None:
+    hand = hand_calculation_of(settings, row.weights)
+    if hand is None:
+        return None
+    steps = explain(hand, row, card)
+    return HandRow(
+        budget_bytes=steps[0].budget_bytes,
+        sequences=steps[0].sequences,
+        steps=[
+            {
+                "term": step.term, "by_hand": step.by_hand, "real": step.real,
+                "budget_gib": round(step.budget_bytes / GIB, 2), "sequences": step.sequences,
+            }
+            for step in steps
+        ],
+    )  # fmt: skip
 
 
 def _capacity(row: Row) -> Capacity:
     """The predicted half of a capacity record; the engine's half is still null."""
+    pools = (row.pool_low, row.pool_high)
     return Capacity(
         max_model_len=row.pool.max_model_len,
         block_size=row.pool.block_size,
         kappa_bytes=row.kappa_bytes,
-        kv_budget_bytes=row.budget_bytes,
+        kv_budget_bytes=row.budget.bytes,
+        blocks_per_sequence=row.pool.blocks_per_sequence,
         predicted_tokens=row.pool.tokens,
-        predicted_sequences=round(float(row.pool.logged_sequences), 2),
+        predicted_tokens_band=(pools[0].tokens, pools[1].tokens),
+        predicted_sequences=round(row.pool.logged_sequences, 2),
         predicted_fitting_sequences=row.pool.fitting_sequences,
+        predicted_fitting_band=(pools[0].fitting_sequences, pools[1].fitting_sequences),
         reported_tokens=None,
         reported_sequences=None,
         observed_peak_running=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.load.records import read_records
+from pipeline.quality.stream import read_stream
 from pipeline.report import verdict_table
 from pipeline.results import Measurement, Plan, Quality, load, save
 from pipeline.settings import Settings
@@ -34,6 +35,7 @@ def run(settings: Settings, _: str) -> None:
         },
         policy=Policy(slo=slo, **settings.policy.model_dump(exclude={"name"})),
         device_emulated=settings.device.emulated,
+        streams={name: read_stream(RESULTS / "quality" / f"{name}.logprobs.parquet") for name in names},
     )
     save(RESULTS / "verdict.json", verdict)
     print(verdict_table(verdict, load(RESULTS / "plan.json", Plan)))

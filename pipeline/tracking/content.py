@@ -7,14 +7,17 @@ filter on a parameter drops the runs that don't have it.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
+from pipeline.report.sections.flips import score_lead
 from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -97,6 +100,9 @@ def verdict_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
                 "quality_delta_hi": delta.delta_ci[1] if delta and delta.delta_ci else None,
                 "flips": delta.flips if delta else None,
                 "noise_floor_flips": delta.noise_floor_flips if delta else None,
+                "items_to_decide": delta.items_to_decide if delta else None,
+                "kl": result.divergence.kl.value if result.divergence else None,
+                "same_top1": result.divergence.same_top1.value if result.divergence else None,
                 "peak_output_tok_s": throughput.peak_output_tok_s if throughput else None,
                 "why": why(result),
             }
@@ -108,6 +114,30 @@ def gate_columns(result: VariantVerdict) -> dict[str, list[Any]]:
     """A variant's gates, column by column."""
     keys = ("name", "decision", "value", "limit", "unit", "gating", "why")
     return {key: [getattr(gate, key) for gate in result.gates] for key in keys}
+
+
+def flip_columns(bundle: ResultBundle, variant: str) -> dict[str, list[Any]]:
+    """Every item that a variant answers differently from the reference, column by column; empty where there is none."""
+    base, own = bundle.qualities.get(bundle.verdict.reference), bundle.qualities.get(variant)
+    if base is None or own is None or bundle.verdict.variants[variant].quality is None:
+        return {}
+    rows = [
+        {
+            "item": first.id,
+            "slice": first.slice,
+            "change": "gained" if second.correct else "lost",
+            "prompt": first.prompt,
+            "right_answer": first.expected,
+            "reference_answer": first.answer,
+            "variant_answer": second.answer,
+            "reference_lead_nats": score_lead(first),
+            "variant_lead_nats": score_lead(second),
+            "reference_scores": json.dumps(first.loglikelihoods),
+            "variant_scores": json.dumps(second.loglikelihoods),
+        }
+        for first, second in flipped(base.samples, own.samples)
+    ]
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
 def _common_params(bundle: ResultBundle) -> dict[str, Any]:
@@ -176,6 +206,7 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
     row = next((row for row in bundle.plan.rows if row.variant == variant), None)
     yield from _points(_capacity_figures(result))
     yield from _points(_quality_figures(result, quality))
+    yield from _points(_divergence_figures(result))
     if row is not None:
         yield from _points({"weight_bytes": row.weight_bytes, **_quantization_figures(bundle, row.weights)})
     if result.throughput is not None:
@@ -236,8 +267,29 @@ def _quality_figures(result: VariantVerdict, quality: Quality | None) -> dict[st
             "noise_floor_flips": delta.noise_floor_flips,
             "mcnemar_p": delta.mcnemar_p,
             "items_to_decide": delta.items_to_decide,
+            "smallest_margin": delta.smallest_margin,
         }
         figures |= {f"slice/{label}_delta": found.get("delta") for label, found in delta.slices.items()}
+    return figures
+
+
+def _divergence_figures(result: VariantVerdict) -> dict[str, float | None]:
+    found = result.divergence
+    figures: dict[str, float | None] = {}
+    if found is not None:
+        named = {
+            "perplexity_ratio": found.perplexity_ratio,
+            "kl": found.kl,
+            "same_top1": found.same_top1,
+            "delta_p_rms": found.delta_p_rms,
+        }
+        for key, estimate in named.items():
+            figures |= {f"divergence/{key}": estimate.value, f"divergence/{key}_se": estimate.se}
+        figures["divergence/kl_tail_mass"] = found.kl_tail_mass
+    for task, delta in result.further.items():
+        figures |= {f"task/{task}_delta": delta.delta, f"task/{task}_accuracy": delta.accuracy}
+    for task, ratio in result.perplexity_ratios.items():
+        figures[f"task/{task}_perplexity_ratio"] = ratio.value
     return figures
 
 

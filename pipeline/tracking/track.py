@@ -17,6 +17,7 @@ from pipeline.report.bundle import ResultBundle
 from pipeline.tracking.content import (
     RunContent,
     comparison_content,
+    flip_columns,
     gate_columns,
     variant_content,
     verdict_columns,
@@ -110,6 +111,7 @@ def result_artifacts(folder: str | Path, bundle: ResultBundle) -> dict[str, dict
             "requests.parquet": root / "measure" / f"{variant}.requests.parquet",
             "timeline.jsonl": root / "measure" / f"{variant}.timeline.jsonl",
             "quality.json": root / "quality" / f"{variant}.json",
+            "logprobs.parquet": root / "quality" / f"{variant}.logprobs.parquet",
             "quantize.json": root / "quantize" / f"{weights.get(variant)}.json",
         }
         for variant in bundle.variants
@@ -164,6 +166,8 @@ def _write(
             _log(client, begun[variant], content, artifacts.get(variant, {}))
             if bundle.verdict.variants[variant].gates:
                 client.log_table(begun[variant], gate_columns(bundle.verdict.variants[variant]), "gates.json")
+            if flips := flip_columns(bundle, variant):
+                client.log_table(begun[variant], flips, "flipped_items.json")
         for key in [*bundle.variants, COMPARISON]:
             client.set_tag(begun[key], "complete", "true")
             client.set_terminated(begun[key], "FINISHED")

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import UserInputError
-from pipeline.quality.statistics import compare
+from pipeline.quality.divergence import ScoredStream
 from pipeline.results import (
     Decision,
     Gate,
     Measurement,
     Quality,
-    QualityDelta,
     Throughput,
     VariantVerdict,
     Verdict,
@@ -23,11 +22,10 @@ from pipeline.verdict.gates import (
     concurrency_observed_gate,
     kernel_provenance_gate,
     load_completed_gate,
-    quality_gate,
-    reference_quality_gate,
 )
 from pipeline.verdict.latency import RequestLatency, latency_gates
 from pipeline.verdict.policy import Policy, VariantIntent
+from pipeline.verdict.quality import quality_evidence, quality_gates
 
 
 def decide(gates: Sequence[Gate]) -> Decision:
@@ -49,16 +47,19 @@ def build_verdict(
     requests: Mapping[str, Sequence[RequestLatency] | None],
     policy: Policy,
     device_emulated: bool,
+    streams: Mapping[str, ScoredStream | None] | None = None,
 ) -> Verdict:
     """The verdict over `intents`' variants, in that order. A result that is missing from a mapping or None was not measured.
 
-    `UserInputError` where reference or control isn't a variant, or where eval runs were over different items.
+    `UserInputError` where reference or control isn't a variant.
     """
     for role, name in (("reference", reference), ("control", control)):
         if name is not None and name not in intents:
             raise UserInputError(f"{role} {name!r} isn't one of the variants ({', '.join(intents)})")
-    deltas = {name: _delta(name, reference, control, qualities, policy) for name in intents}
-    control_delta = None if control is None else deltas[control]
+    evidence = {
+        name: quality_evidence(name, reference, control, qualities, streams or {}, policy) for name in intents
+    }
+    floor = None if control is None else evidence[control]
     variants = {}
     for name, intent in intents.items():
         measurement, quality = measurements.get(name), qualities.get(name)
@@ -72,51 +73,25 @@ def build_verdict(
             load_completed_gate(measurement, policy),
             concurrency_observed_gate(measurement, policy),
             kernel_provenance_gate(intent, provenances),
-            reference_quality_gate(quality is not None, policy)
-            if name == reference
-            else quality_gate(deltas[name], control_delta, policy),
+            *quality_gates(evidence[name], floor, policy, is_reference=name == reference),
             *latency_gates(measurement, requests.get(name), policy, emulated),
         ]
         variants[name] = VariantVerdict(
             decision=decide(gates),
             gates=gates,
             capacity=measurement.capacity if measurement else None,
-            quality=deltas[name],
+            quality=evidence[name].delta,
+            divergence=evidence[name].divergence,
+            further={task: found.delta for task, found in evidence[name].further.items() if found.delta},
+            perplexity_ratios={
+                task: found.perplexity_ratio
+                for task, found in evidence[name].further.items()
+                if found.perplexity_ratio
+            },
             throughput=_throughput(measurement, measurements.get(reference), bool(emulated)),
             provenance=provenances[0] if provenances else None,
         )
     return Verdict(profile=profile, reference=reference, control=control, variants=variants)
-
-
-def _delta(
-    name: str,
-    reference: str,
-    control: str | None,
-    qualities: Mapping[str, Quality | None],
-    policy: Policy,
-) -> QualityDelta | None:
-    """The paired comparison with the reference (of the reference: with itself, all zero); None where a side is missing."""
-    base, own = qualities.get(reference), qualities.get(name)
-    again = qualities.get(control) if control is not None else None
-    if base is None or own is None:
-        return None
-    if base.evalset_sha256 != own.evalset_sha256 or base.sample_seed != own.sample_seed:
-        raise UserInputError(
-            f"the eval set or its sample changed between the runs of {reference} and {name}; run the stage quality again for both"
-        )
-    delta = compare(
-        base.samples,
-        own.samples,
-        margin=policy.quality_margin,
-        confidence=policy.confidence,
-        control=None if again is None else again.samples,
-    )
-    if name != reference:
-        return delta
-    # The difference of a run to itself has no error: an interval would suggest that it was measured.
-    return delta.model_copy(
-        update={"delta_ci": None, "delta_se": None, "mcnemar_p": None, "items_to_decide": None, "slices": {}}
-    )
 
 
 def _throughput(

@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.quality.statistics import items_to_exclude_margin, non_inferiority
-from pipeline.results import Decision, Gate, Measurement, Provenance, QualityDelta
+from pipeline.results import Decision, Gate, Measurement, Provenance
 from pipeline.verdict.policy import Policy, VariantIntent
 from pipeline.verdict.rule import Rule
-
-# A/A p-value below which the two reference runs count as different systems, not as noise. 0.01 rather than 0.05: there is
-# one such look per run, and a false alarm takes the decision from every variant.
-CONTROL_ALARM_P = 0.01
 
 UNMEASURED = "the load was not measured"
 
@@ -37,7 +32,7 @@ def capacity_gate(measurement: Measurement | None, policy: Policy) -> Gate:
 
 
 def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
-    """Did the arithmetic predict the engine's pool to the token?
+    """Did the arithmetic predict the engine's pool: to the token where nothing has a band, else within it?
 
     A disagreement is INCONCLUSIVE, not NO-GO: one of the two numbers is wrong, and until it is known which, neither the
     plan nor the capacity gate can be believed.
@@ -51,6 +46,11 @@ def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
     difference = reported - predicted
     if difference == 0:
         return rule.says("GO", 0, f"the engine reports the {reported} tokens that were predicted")
+    low, high = measurement.capacity.predicted_tokens_band or (predicted, predicted)
+    if low <= reported <= high:
+        return rule.says(
+            "GO", difference, f"the engine reports {reported} tokens, within the planned {low} to {high}"
+        )
     blocks = difference / measurement.capacity.block_size
     why = (
         f"the engine reports {reported} tokens where {predicted} were predicted ({blocks:+g} blocks): "
@@ -178,54 +178,3 @@ def _kv_family(dtype: str | None) -> Literal["bf16", "fp8"] | None:
     if dtype.startswith("fp8") or dtype.startswith("float8"):
         return "fp8"
     return "bf16" if dtype in ("bfloat16", "bf16", "torch.bfloat16") else None
-
-
-def quality_gate(delta: QualityDelta | None, control: QualityDelta | None, policy: Policy) -> Gate:
-    """Non-inferiority on paired items: is the whole interval of variant − reference above −margin?
-
-    `control` is the A/A comparison. Where the reference differs from itself beyond chance, deltas mean nothing and the
-    gate is INCONCLUSIVE.
-    """
-    margin = policy.quality_margin
-    rule = Rule("quality", -margin, "accuracy")
-    if delta is None or delta.delta is None or delta.delta_ci is None or delta.n is None:
-        return rule.cannot_run("quality was not measured on this variant or on the reference")
-    low, high = delta.delta_ci
-    found = f"{_points(delta.delta)} points [{_points(low)}, {_points(high)}] on {delta.n} items"
-    if control is not None and control.mcnemar_p is not None and control.mcnemar_p < CONTROL_ALARM_P:
-        noise = f"the reference differs from its own second run ({control.flips} flips, p = {control.mcnemar_p:.2g})"
-        return rule.cannot_run(f"{noise}, so no delta can be trusted; here {found}", delta.delta)
-    limit = f"{margin * 100:g} points"
-    decision = non_inferiority((low, high), margin)
-    if decision == "GO":
-        return rule.says("GO", delta.delta, f"{found}: a loss of {limit} or more is excluded")
-    if decision == "NO-GO":
-        return rule.says("NO-GO", delta.delta, f"{found}: the loss is more than {limit}")
-    return rule.cannot_run(
-        f"{found}: a loss of {limit} is neither excluded nor shown; {_needed(delta)}", delta.delta
-    )
-
-
-def _needed(delta: QualityDelta) -> str:
-    """What would decide it: the size planned for a true difference of 0, or for the observed one where that was reached."""
-    if delta.items_to_decide is None or delta.n is None or delta.delta is None:
-        return "the items that would decide it are not known"
-    if delta.items_to_decide > delta.n:
-        return f"about {delta.items_to_decide} items would decide it if there is no true loss"
-    enough = f"{delta.items_to_decide} items would have decided it were there no true loss"
-    if not delta.delta_se:
-        return enough
-    more = items_to_exclude_margin(delta.delta, delta.n * delta.delta_se**2, delta.margin, delta.confidence)
-    return f"{enough}; at the observed one about {more} would" if more and more > delta.n else enough
-
-
-def reference_quality_gate(measured: bool, policy: Policy) -> Gate:
-    """The reference against itself: 0 by definition, if it was measured at all (without it no variant has a delta)."""
-    rule = Rule("quality", -policy.quality_margin, "accuracy")
-    if not measured:
-        return rule.cannot_run("quality was not measured")
-    return rule.says("GO", 0.0, "the variants are compared with this one: its own delta is 0 by definition")
-
-
-def _points(value: float) -> str:
-    return f"{value * 100 + 0.0:+.1f}"

@@ -32,6 +32,19 @@ class Policy(_Strict):
         ge=1, description="sequences of max_model_len tokens that must fit at once"
     )
     quality_margin: float = Field(gt=0, lt=1, description="accuracy that may be lost; 0.02 = 2 points")
+    task_margins: dict[str, float] = Field(default_factory=dict, description="of tasks with one of their own")
+    max_kl: float | None = Field(
+        default=None, gt=0, description="mean truncated KL divergence; null: no gate"
+    )
+    min_same_top1: float | None = Field(
+        default=None, gt=0, lt=1, description="same likeliest token; null: no gate"
+    )
+    max_perplexity_ratio: float | None = Field(
+        default=None, gt=1, description="variant / reference; null: no gate"
+    )
+    max_delta_p_rms: float | None = Field(
+        default=None, gt=0, lt=1, description="change of a token's probability; null: no gate"
+    )
     confidence: float = Field(
         gt=0.5,
         lt=1,
@@ -48,6 +61,10 @@ class Policy(_Strict):
         default=False,
         description="true: latency gates decide even where a kernel or the device is emulated; for trials of the tool",
     )
+
+    def margin_of(self, task: str) -> float:
+        """The accuracy that may be lost on one task."""
+        return self.task_margins.get(task, self.quality_margin)
 
 
 class VariantIntent(_Strict):

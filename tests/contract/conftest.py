@@ -1,4 +1,4 @@
-"""What several modules of contract tests share: one load generator, and a model folder with nothing but a tokenizer."""
+"""What several modules of contract tests share: one load generator, tokenizers, and an eval set as a team would bring it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.load.driver import LoadSession, make_driver
 from tests.support.environments import environment_python
+from tests.support.zoo_set import ANIMALS, YAML, page, write_items, zoo_items
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {chr(0x4E00 + number): number for number in range(2000)}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer trained on next to nothing: real merges, no download."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([page(i) for i in range(40)] + [f" {a}" for a in ANIMALS], vocab_size=600)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An eval set as a team would bring it."""
+    target = tmp_path / "zoo"
+    target.mkdir()
+    write_items(target, zoo_items())
+    (target / "zoo.yaml").write_text(YAML)
+    return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import threading
@@ -15,108 +14,24 @@ import pytest
 
 from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.evalset import load_items, sample_items
-from pipeline.quality.runner import Endpoint, EvalRun, Scores, run_quality
 from tests.support.mock_vllm import start_mock
 from tests.support.scoring_server import scoring_server, token_logprob
-
-ANIMALS = ["horse", "tiger", "eagle", "whale", "camel", "sheep", "snake", "mouse"]
-YAML = """\
-task: zoo
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: items.jsonl
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-target_delimiter: ""
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer trained on next to nothing: real merges, no download."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        [_prompt(i) for i in range(40)] + [f" {a}" for a in ANIMALS], vocab_size=600
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder
-
-
-def _prompt(index: int) -> str:
-    return f"Page {index} of the zoo's book shows the {ANIMALS[index % 8]}. The animal on page {index} is the"
-
-
-def _items(count: int = 40) -> list[dict[str, Any]]:
-    items = []
-    for index in range(count):
-        choices = [f" {ANIMALS[(index + offset) % 8]}" for offset in range(4)]
-        answer = index % 4
-        choices[0], choices[answer] = choices[answer], choices[0]
-        items.append(
-            {
-                "id": f"page-{index}",
-                "slice": "even" if index % 2 == 0 else "odd",
-                "cluster": f"c{index // 2}",
-                "prompt": _prompt(index),
-                "choices": choices,
-                "answer": answer,
-                "note": "a field of the team's own",
-            }
-        )
-    return items
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An eval set as a team would bring it."""
-    target = tmp_path / "zoo"
-    target.mkdir()
-    write_items(target, _items())
-    (target / "zoo.yaml").write_text(YAML)
-    return target
-
-
-def write_items(folder: Path, items: list[dict[str, Any]]) -> None:
-    (folder / "items.jsonl").write_text(
-        "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-    )
-
-
-def score(folder: Path, tokenizer: Path, server: Any, **changes: Any) -> Scores:
-    """Run the eval set of `folder` against a test server; keywords are fields of `EvalRun`, or max_length, check."""
-    max_length = changes.pop("max_length", 512)
-    check = changes.pop("check", lambda: None)
-    values: dict[str, Any] = {"folder": folder, "task": "zoo", "items": None, "seed": 0, "concurrency": 4}
-    endpoint = Endpoint(server.base_url, getattr(server, "served_name", "demo"), tokenizer, max_length)
-    return run_quality(EvalRun(**(values | changes)), endpoint, folder.parent / "work", check)
+from tests.support.zoo_set import YAML, score, write_items, zoo_items
 
 
 def test_a_model_that_knows_the_answers_scores_full_marks(folder: Path, tokenizer_dir: Path) -> None:
     """Against the mock engine: a token is likely where prompt and right choice go on with it."""
-    right = [item["prompt"] + item["choices"][item["answer"]] for item in _items()]
+    right = [item["prompt"] + item["choices"][item["answer"]] for item in zoo_items()]
 
     def knows(prefix: str, token: str) -> float:
         return -0.1 if any(text.startswith(prefix + token) for text in right) else -6.0
 
     with start_mock(model=str(tokenizer_dir), score=knows) as mock:
         scores = score(folder, tokenizer_dir, mock)
-    assert scores.accuracy == 1.0 and len(scores.samples) == 40
+    assert scores.scores.accuracy == 1.0 and len(scores.samples) == 40
     assert [sample.id for sample in scores.samples] == [f"page-{index}" for index in range(40)]
-    assert scores.slices["even"].n == 20 and scores.slices["even"].chance == 0.25
-    assert scores.truncated_prompts == 0
+    assert scores.scores.slices["even"].n == 20 and scores.scores.slices["even"].chance == 0.25
+    assert scores.scores.format.truncated_prompts == 0
     assert all(
         len({sample.doc_hash, sample.prompt_hash, sample.target_hash}) == 3 for sample in scores.samples
     )
@@ -144,14 +59,14 @@ def test_a_score_is_the_sum_over_the_choices_tokens(folder: Path, tokenizer_dir:
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     with scoring_server() as server:
         scores = score(folder, tokenizer_dir, server)
-    for item, sample in zip(_items(), scores.samples, strict=True):
+    for item, sample in zip(zoo_items(), scores.samples, strict=True):
         context = len(tokenizer.encode(item["prompt"]).ids)
         for choice, value in zip(item["choices"], sample.loglikelihoods, strict=True):
             ids = tokenizer.encode(item["prompt"] + choice).ids
             assert value == pytest.approx(sum(token_logprob(ids, at) for at in range(context, len(ids))))
 
 
-@pytest.mark.parametrize("concurrency", [1, 16])
+@pytest.mark.parametrize("concurrency", [2, 16])
 def test_answers_dont_depend_on_what_is_in_flight(
     folder: Path, tokenizer_dir: Path, concurrency: int
 ) -> None:
@@ -175,7 +90,7 @@ def test_an_edited_item_isnt_answered_from_a_cache(folder: Path, tokenizer_dir: 
     """The same file name with other content: hashes and scores are the new ones."""
     with scoring_server() as server:
         before = score(folder, tokenizer_dir, server)
-        edited = _items()
+        edited = zoo_items()
         edited[5]["prompt"] = "Page 5 was torn out. The animal on page 5 is the"
         write_items(folder, edited)
         after = score(folder, tokenizer_dir, server)
@@ -191,7 +106,7 @@ def test_an_edited_item_isnt_answered_from_a_cache(folder: Path, tokenizer_dir: 
 def test_prompts_that_would_be_cut_are_refused_before_the_first_request(
     folder: Path, tokenizer_dir: Path
 ) -> None:
-    items = _items()
+    items = zoo_items()
     items[7]["prompt"] = "A very long page. " * 200 + items[7]["prompt"]
     write_items(folder, items)
     with scoring_server() as server:
@@ -199,7 +114,7 @@ def test_prompts_that_would_be_cut_are_refused_before_the_first_request(
             score(folder, tokenizer_dir, server, max_length=256)
         assert server.requests == []
         scores = score(folder, tokenizer_dir, server, max_length=256, allow_truncated=True)
-    assert scores.truncated_prompts == 1
+    assert scores.scores.format.truncated_prompts == 1
     assert max(len(request["prompt"][0]) for request in server.requests) == 255
 
 
@@ -217,7 +132,8 @@ def test_a_choice_after_two_spaces_is_refused(folder: Path, tokenizer_dir: Path)
     ("old", "new", "says"),
     [
         ("task: zoo", "task: aquarium", "no task 'zoo'.*there: aquarium"),
-        ("output_type: multiple_choice", "output_type: generate_until", "output_type: 'generate_until'"),
+        ("output_type: multiple_choice", "output_type: loglikelihood", "output_type: 'loglikelihood'"),
+        ("output_type: multiple_choice", "output_type: generate_until", "generation_kwargs must give"),
         ("dataset_path: json", "dataset_path: some/hub-set", "dataset_path: 'some/hub-set'"),
         ("    test: items.jsonl", "    train: items.jsonl", "data_files"),
         ("test: items.jsonl", "test: nothing.jsonl", "nothing.jsonl"),
@@ -287,24 +203,13 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "concurrency"),
-    [*((name, 4) for name in SPOILED), ("fewer logprobs", 1), ("not JSON", 1), ("NaN", 1)],
-)
-def test_an_answer_that_is_no_score_fails_the_run(
-    folder: Path, tokenizer_dir: Path, name: str, concurrency: int
-) -> None:
+@pytest.mark.parametrize("name", SPOILED)
+def test_an_answer_that_is_no_score_fails_the_run(folder: Path, tokenizer_dir: Path, name: str) -> None:
     """One bad answer among good ones is enough, and the engine is asked whether it lives."""
     spoil, says = SPOILED[name]
     asked: list[float] = []
     with scoring_server(spoil, every=30) as server, pytest.raises(EngineFailedError, match=says) as caught:
-        score(
-            folder,
-            tokenizer_dir,
-            server,
-            concurrency=concurrency,
-            check=lambda: asked.append(time.monotonic()),
-        )
+        score(folder, tokenizer_dir, server, check=lambda: asked.append(time.monotonic()))
     assert asked and "lm-eval.log" in str(caught.value)
 
 
@@ -346,15 +251,14 @@ def test_an_engine_that_dies_in_the_middle_is_reported_with_its_cause(
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-def test_an_engine_that_hangs_is_given_up_on(folder: Path, tokenizer_dir: Path, concurrency: int) -> None:
+def test_an_engine_that_hangs_is_given_up_on(folder: Path, tokenizer_dir: Path) -> None:
     release = threading.Event()
     with (
         scoring_server(delay=lambda: release.wait(20)) as server,
         pytest.raises(EngineFailedError, match="didn't answer a scoring request in time"),
     ):
         try:
-            score(folder, tokenizer_dir, server, request_timeout_s=1, concurrency=concurrency)
+            score(folder, tokenizer_dir, server, request_timeout_s=1)
         finally:
             release.set()
 

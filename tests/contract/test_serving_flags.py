@@ -40,6 +40,8 @@ SPECS = {
         max_num_seqs=128,
         kv_cache_dtype="bfloat16",
         gpu_memory_utilization=0.92,
+        tensor_parallel=2,
+        pipeline_parallel=2,
         enforce_eager=False,
         prefix_caching=True,
         extra_args=("--attention-backend", "FLASHINFER"),
@@ -96,3 +98,5 @@ def test_optional_fields_arrive(parsed: dict[str, dict[str, object]]) -> None:
     assert parsed["cuda"]["gpu_memory_utilization"] == 0.92
     assert "FLASHINFER" in str(parsed["cuda"]["attention_backend"])
     assert parsed["cuda"]["max_num_batched_tokens"] is None
+    assert (parsed["cuda"]["tensor_parallel_size"], parsed["cuda"]["pipeline_parallel_size"]) == (2, 2)
+    assert (parsed["cpu"]["tensor_parallel_size"], parsed["cpu"]["pipeline_parallel_size"]) == (1, 1)

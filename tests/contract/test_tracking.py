@@ -147,7 +147,7 @@ def test_metrics_and_files_arrive(store: Store) -> None:
     }
     assert [point.step for point in history] == list(LEVELS)
     names = {item.path for item in store.client.list_artifacts(run_id)}
-    assert {"measure.json", "requests.parquet", "gates.json"} <= names
+    assert {"measure.json", "requests.parquet", "gates.json", "flipped_items.json"} <= names
     top = {item.path for item in store.client.list_artifacts(summary.comparison_run_id)}
     assert {"report.html", "verdict.json", "verdict_table.json"} <= top
 

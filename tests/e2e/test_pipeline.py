@@ -50,7 +50,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 7}
     reduced["search"] |= {"until_s": 60, "maximum": 16}
     (conf / "load/reduced.yaml").write_text(yaml.safe_dump(reduced))
-    items = yaml.safe_load((conf / "evalset/team-demo.yaml").read_text()) | {"items": 40}
+    items = yaml.safe_load((conf / "evalset/team-demo.yaml").read_text()) | {
+        "items": 40,
+        "slice_items": {"long_context": 2},
+        "divergence": {"prompts": 10, "continuation_tokens": 4, "top_k": 20},
+        "further": [{"task": "team_demo_short", "metric": "exact_match", "items": 10}],
+    }
     (conf / "evalset/reduced.yaml").write_text(yaml.safe_dump(items))
     profile = (conf / "profile/demo.yaml").read_text()
     profile = profile.replace("override /load: demo", "override /load: reduced")
@@ -122,6 +127,10 @@ def test_verdict_keeps_its_contract(clone: Path, first_run: set[str]) -> None:
         assert variant["capacity"]["predicted_tokens"] == variant["capacity"]["reported_tokens"] > 0
         assert variant["quality"]["n"] == 40
         assert variant["provenance"]["engine_version"]
+    quantized = raw["variants"]["awq-fp8kv"]
+    assert quantized["divergence"]["prompts"] == 10 and quantized["divergence"]["kl"]["value"] > 0
+    assert quantized["further"]["team_demo_short"]["n"] == 10
+    assert "quality-team_demo_short" in {gate["name"] for gate in quantized["gates"]}
     # 40 sequences are wanted, and 8 of the reference's fit: arithmetic and engine agree on that NO-GO.
     assert raw["variants"]["bf16"]["decision"] == "NO-GO"
     load(clone / "results/verdict.json", Verdict)
@@ -193,6 +202,10 @@ def test_report_and_tracking_are_there(clone: Path, first_run: set[str]) -> None
 
 
 def test_nothing_changed_nothing_runs(clone: Path, first_run: set[str]) -> None:
+    """What an eval set's results don't depend on doesn't count as a change."""
+    for name in ("README.md", "team-demo/README.md", "team-demo/facts/chinese.txt"):
+        path = clone / "evalsets" / name
+        path.write_text(path.read_text() + "\n# One more line.\n")
     ran, seconds = _repro(clone)
     assert ran == {"environment"}
     assert seconds < 30  # a bound against a rerun, not a claim: 10 s is what a quiet machine needs
@@ -201,7 +214,7 @@ def test_nothing_changed_nothing_runs(clone: Path, first_run: set[str]) -> None:
 def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> None:
     """Edit one variant, SIGKILL dvc while its engine serves: nothing stays behind, the next run reruns that variant only."""
     path = clone / "conf/variant/awq-fp8kv.yaml"
-    path.write_text(path.read_text() + "engine_args: [--max-logprobs, '5']\n")
+    path.write_text(path.read_text() + "engine_args: [--max-logprobs, '25']\n")
     before = (clone / "results/measure/bf16.json").read_bytes()
     process = _start(clone)
     log = clone / "results/logs/measure/awq-fp8kv/serve.log"

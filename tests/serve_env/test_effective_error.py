@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import QuantgateError
-from pipeline.models.architectures import Geometry, geometry
+from pipeline.models.architectures import Geometry, attention, geometry, intermediate
 from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors, relative_error
 from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, random_weights
 
@@ -44,11 +44,11 @@ def fold(weights: Tensors, sizes: Geometry, seed: int = 0) -> Tensors:
         for name in consumers:
             group = "self_attn" if norm == "input_layernorm" else "mlp"
             folded[f"{PREFIX}{group}.{name}_proj.weight"] *= s
-    s = factors(sizes.intermediate)
+    s = factors(intermediate(sizes))
     folded[f"{PREFIX}mlp.up_proj.weight"] /= s.unsqueeze(1)
     folded[f"{PREFIX}mlp.down_proj.weight"] *= s
-    if sizes.heads == sizes.kv_heads:
-        s = factors(sizes.heads * sizes.head_dim)
+    if attention(sizes).heads == attention(sizes).kv_heads:
+        s = factors(attention(sizes).heads * attention(sizes).head_dim)
         folded[f"{PREFIX}self_attn.v_proj.weight"] /= s.unsqueeze(1)
         folded[f"{PREFIX}self_attn.o_proj.weight"] *= s
     return folded

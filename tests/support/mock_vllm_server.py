@@ -320,7 +320,11 @@ class MockServer:
         ):  # vLLM fills it in to compute the echo's logprobs, and returns it
             top = body.get("logprobs")
         scored = None if top is None else wire.prompt_logprobs_payload(ids, strings, top, self._score)
-        return wire.choice_payload(index, "".join(shown), logprobs, scored)
+        asked = bool(body.get("return_token_ids"))
+        made_ids = [number % 500 for number in range(len(ids), len(ids) + want)] if asked else None
+        return wire.choice_payload(
+            index, "".join(shown), logprobs, scored, made_ids, list(ids) if asked else None
+        )
 
     async def _stream(
         self, writer: asyncio.StreamWriter, body: dict[str, Any], number: int, prompt: Any, want: int

@@ -37,7 +37,23 @@ class Tokens:
                 words = re.findall(r"\s*\S+|\s+$", prompt)
                 return [_word_id(word) for word in words], words
             prompt = self._tokenizer.encode(prompt).ids
-        return list(prompt), [self.text(token) for token in prompt]
+        return list(prompt), self._texts(prompt)
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        """The text that each id adds. A character of several tokens (most Chinese ones) comes with its last: alone, each of
+        them decodes to a replacement sign, and their texts would no longer add up to the prompt's."""
+        if self._tokenizer is None:
+            return [self.text(token) for token in ids]
+        texts: list[str] = []
+        waiting: list[int] = []
+        for token in ids:
+            waiting.append(token)
+            text = str(self._tokenizer.decode(waiting, skip_special_tokens=False))
+            whole = not text.endswith("\ufffd")
+            texts.append(text if whole else "")
+            if whole:
+                waiting = []
+        return texts
 
     def text(self, token: int) -> str:
         """The text of one id."""
@@ -112,17 +128,19 @@ def completion_body(request: str, created: int, model: str, choices: list[Any], 
     }
 
 
-def choice_payload(index: int, text: str, logprobs: Any, prompt_logprobs: Any) -> dict[str, Any]:
-    """One choice of a non-streaming answer."""
+def choice_payload(
+    index: int, text: str, logprobs: Any, prompt_logprobs: Any, token_ids: Any = None, prompt_ids: Any = None
+) -> dict[str, Any]:
+    """One choice of a non-streaming answer; the ids are there when `return_token_ids` asks for them."""
     return {
         "index": index,
         "text": text,
         "logprobs": logprobs,
         "finish_reason": "length",
         "stop_reason": None,
-        "token_ids": None,
+        "token_ids": token_ids,
         "prompt_logprobs": prompt_logprobs,
-        "prompt_token_ids": None,
+        "prompt_token_ids": prompt_ids,
         "routed_experts": None,
     }
 

@@ -18,7 +18,9 @@ from pipeline.results import (
     Capacity,
     Decision,
     Distribution,
+    Divergence,
     Environment,
+    Estimate,
     FillTest,
     Gate,
     LoadLevel,
@@ -32,6 +34,8 @@ from pipeline.results import (
     SliceScore,
     SloSearch,
     SteadyWindow,
+    TaskFormat,
+    TaskScores,
     Throughput,
     VariantVerdict,
     Verdict,
@@ -135,6 +139,7 @@ def capacity(name: str, measured: bool = True) -> Capacity:
         predicted_fitting_sequences=fitting,
         reported_tokens=tokens if measured else None,
         reported_sequences=round(tokens / MAX_MODEL_LEN, 2) if measured else None,
+        reported_fitting_sequences=fitting if measured else None,
         observed_peak_running=min(fitting, max(LEVELS)) if measured else None,
         observed_peak_running_note=None if measured else "the engine was not started",
     )
@@ -336,6 +341,9 @@ def _samples(name: str, n: int = 300) -> list[Sample]:
                 chosen=chosen,
                 target=target,
                 loglikelihoods=[-2.0 if choice == chosen else -6.5 for choice in range(4)],
+                prompt=f"Question {index} | about <{SLICES[index % len(SLICES)]}>:\nthe answer is",
+                choices=[f" choice {choice}" for choice in "abcd"],
+                expected=f" choice {'abcd'[target]}",
             )
         )
     return samples
@@ -363,6 +371,9 @@ def quality(name: str) -> Quality:
         slices=slices,
         samples=samples,
         truncated_prompts=0,
+        task="team_demo",
+        format=_format(),
+        further={"team_demo_short": further(name)},
         lm_eval_version="0.4.13",
         provenance=provenance(name),
         wall_s=97.4,
@@ -395,6 +406,70 @@ def _paired(
     )
 
 
+def divergence(name: str) -> Divergence:
+    """The more a variant loses, the further it is; the A/A control is at nothing."""
+    shape = SHAPES[name]
+    far = (shape.lost + shape.gained) / 100
+
+    def estimate(value: float, error: float) -> Estimate:
+        return Estimate(value=value, se=error, ci=(value - 2 * error, value + 2 * error))
+
+    return Divergence(
+        stream_sha256=hashlib.sha256(b"stream").hexdigest(),
+        prompts=48,
+        tokens=5210,
+        top_k=20,
+        reference_perplexity=21.5,
+        perplexity=21.5 * (1 + far),
+        perplexity_ratio=estimate(1 + far, 0.01 * far),
+        kl=estimate(far / 2, 0.02 * far),
+        kl_percentiles={
+            key: estimate(far * scale, 0.01) for key, scale in (("50", 0.1), ("90", 1), ("99", 4))
+        },
+        kl_tail_mass=0.061,
+        same_top1=estimate(1 - far / 3, 0.01 * far),
+        delta_p_mean=estimate(-far / 50, 0.001),
+        delta_p_rms=estimate(far / 10, 0.002),
+        delta_p_percentiles={
+            key: estimate(far * x, 0.01) for key, x in (("5", -0.1), ("50", 0.0), ("95", 0.1))
+        },
+    )
+
+
+def further(name: str) -> TaskScores:
+    """A generative task of 40 answers, of which each variant gets 20 right, one empty and one cut."""
+    samples = [
+        sample.model_copy(
+            update={
+                "correct": index < 20,
+                "chosen": None,
+                "target": None,
+                "loglikelihoods": [],
+                "choices": [],
+                "generated": "" if index == 39 else f" word {index}",
+                "cut": index == 38,
+            }
+        )
+        for index, sample in enumerate(_samples(name)[:40])
+    ]
+    return TaskScores(
+        task="team_demo_short",
+        kind="generate_until",
+        n=40,
+        accuracy=0.5,
+        accuracy_ci=_wilson(20, 40),
+        slices={},
+        samples=samples,
+        texts=[],
+        format=_format(empty_answers=1, cut_answers=1),
+    )
+
+
+def _format(**changes: int) -> TaskFormat:
+    counts = {"truncated_prompts": 0, "empty_answers": 0, "cut_answers": 0} | changes
+    return TaskFormat(chat_template=False, fewshot=None, bos_tokens=0, **counts)
+
+
 def _mcnemar(lost: int, gained: int) -> float:
     """Two-sided exact binomial p."""
     n, low = lost + gained, min(lost, gained)
@@ -408,7 +483,7 @@ def _quality_delta(reference: Quality, own: Quality) -> QualityDelta:
         before = [sample for sample in reference.samples if sample.slice == label]
         after = [sample for sample in own.samples if sample.slice == label]
         count, slice_delta, slice_interval, *_ = _paired(before, after)
-        slices[label] = {"n": count, "delta": slice_delta, "delta_ci": list(slice_interval)}
+        slices[label] = {"n": count, "delta": slice_delta, "delta_ci": list(slice_interval), "p_holm": 1.0}
     undecided = interval[0] <= -MARGIN <= interval[1]
     return QualityDelta(
         n=n,
@@ -448,6 +523,8 @@ def _variant_verdict(
         gates=gates,
         capacity=measured.capacity if measured else capacity(name, measured=False),
         quality=delta,
+        divergence=divergence(name) if delta else None,
+        further={"team_demo_short": delta} if delta else {},
         throughput=None if measured is None else _throughput(measured, measurement(REFERENCE), baseline),
         provenance=measured.provenance if measured else None,
     )

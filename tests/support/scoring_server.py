@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 Spoil = Callable[[dict[str, Any]], Any]
@@ -27,10 +28,20 @@ class ScoringServer:
 
 @contextlib.contextmanager
 def scoring_server(
-    spoil: Spoil | None = None, every: int = 1, status: int = 200, delay: Callable[[], None] | None = None
+    spoil: Spoil | None = None,
+    every: int = 1,
+    status: int = 200,
+    delay: Callable[[], None] | None = None,
+    answers: Callable[[str], tuple[str, str]] | None = None,
+    tokenizer: Path | None = None,
 ) -> Iterator[ScoringServer]:
-    """Answer on a free port; `spoil` (or `status`) applies to every `every`-th request, `delay` runs before each."""
+    """Answer on a free port; `spoil` (or `status`) applies to every `every`-th request, `delay` runs before each.
+
+    With `answers` (the prompt's text -> generated text and finish reason) it generates; `tokenizer` is the folder of the
+    tokenizer that turns ids back into text.
+    """
     server = ScoringServer()
+    decode = _decoder(tokenizer)
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,7 +53,11 @@ def scoring_server(
             if delay is not None:
                 delay()
             spoiled = turn % every == 0
-            body: Any = completion(request["prompt"])
+            text_prompt = isinstance(request["prompt"], str)  # only `spoil` knows what to say to one
+            body: Any = {} if text_prompt else completion(request["prompt"])
+            if answers is not None:
+                text, reason = answers(decode(request["prompt"][0]))
+                body = {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
             if spoiled and spoil is not None:
                 body = spoil(body)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -67,6 +82,15 @@ def scoring_server(
         http.shutdown()
         http.server_close()
         thread.join(5)
+
+
+def _decoder(tokenizer: Path | None) -> Callable[[list[int]], str]:
+    if tokenizer is None:
+        return str
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    return lambda ids: str(loaded.decode(ids))
 
 
 def completion(prompt: list[list[int]] | list[int]) -> dict[str, Any]:

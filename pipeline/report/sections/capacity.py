@@ -23,7 +23,13 @@ def section(bundle: ResultBundle) -> Section:
             "The memory of this device is emulated: a chosen budget, not a card's. "
             "Only the arithmetic and the engine's agreement with it carry over to real hardware."
         )
-    return Section("capacity", "Capacity", intro, [capacity_table(bundle), budget_table(bundle)])
+    tables = [
+        capacity_table(bundle),
+        budget_table(bundle),
+        reconciliation_table(bundle),
+        by_hand_table(bundle),
+    ]
+    return Section("capacity", "Capacity", intro, [table for table in tables if table is not None])
 
 
 def capacity_table(bundle: ResultBundle) -> Table:
@@ -42,7 +48,10 @@ def capacity_table(bundle: ResultBundle) -> Table:
                 figure(count(found.predicted_tokens)),
                 figure(count(found.reported_tokens)),
                 _agreement(found),
-                figure(count(found.predicted_fitting_sequences), note=_logged(found.predicted_sequences)),
+                figure(
+                    _banded(found.predicted_fitting_sequences, found.predicted_fitting_band),
+                    note=_logged(found.predicted_sequences),
+                ),
                 figure(count(fitting_sequences(found)), note=_logged(found.reported_sequences)),
                 figure(count(found.observed_peak_running), note=sentence(note) if note else ""),
             ]
@@ -60,6 +69,13 @@ def capacity_table(bundle: ResultBundle) -> Table:
         ],
         rows,
     )
+
+
+def _banded(value: int | None, band: tuple[int, int] | None) -> str:
+    """The number, with its band where that is wider than a point."""
+    if value is None or band is None or band[0] == band[1]:
+        return count(value)
+    return f"{count(value)} ({band[0]:,}–{band[1]:,})"
 
 
 def _logged(sequences: float | None) -> str:
@@ -105,6 +121,60 @@ def budget_table(bundle: ResultBundle) -> Table:
             Column("max_model_len", "tokens per sequence", True),
         ],
         rows,
+    )
+
+
+def reconciliation_table(bundle: ResultBundle) -> Table | None:
+    """Every term of the budget, planned and reported; None where no engine said anything of its terms."""
+    rows = []
+    for variant in bundle.variants:
+        measured = bundle.measurements.get(variant)
+        for term in measured.reconciliation if measured is not None else []:
+            if term.reported_bytes is None:
+                continue
+            verdict = Cell("within its band") if term.within else Cell("outside its band", "bad")
+            rows.append(
+                [
+                    name(variant),
+                    Cell(term.name.replace("_", " ")),
+                    figure(mebibytes(term.predicted_bytes)),
+                    figure(f"{mebibytes(term.low_bytes)} – {mebibytes(term.high_bytes)}"),
+                    figure(mebibytes(term.reported_bytes), note=term.note),
+                    verdict,
+                ]
+            )
+    if not rows:
+        return None
+    return Table(
+        "Memory terms: planned and reported",
+        [
+            Column("Variant"),
+            Column("Term"),
+            Column("Planned", numeric=True),
+            Column("Band", numeric=True),
+            Column("Reported", "from the engine's log, two decimals of a GiB", True),
+            Column("Residual"),
+        ],
+        rows,
+    )
+
+
+def by_hand_table(bundle: ResultBundle) -> Table | None:
+    """From the back-of-the-envelope number to the planned one, term by term; None where the profile has no such figures."""
+    rows = [row for row in bundle.plan.rows if row.by_hand is not None]
+    if not rows:
+        return None
+    body = []
+    for row in sorted(rows, key=lambda entry: _position(bundle, entry)):
+        assert row.by_hand is not None
+        steps = [figure(f"{step['sequences']:,}") for step in row.by_hand.steps]
+        body.append([name(row.variant), *steps])
+    assert rows[0].by_hand is not None
+    terms = [str(step["term"]) for step in rows[0].by_hand.steps]
+    return Table(
+        "Sequences from the hand calculation to the card, one term replaced after another",
+        [Column("Variant"), *(Column(term, numeric=True) for term in terms)],
+        body,
     )
 
 

@@ -11,6 +11,7 @@ from pipeline.report.wording import (
     count,
     gate_number,
     number,
+    percent,
     points,
     points_interval,
     sentence,
@@ -111,12 +112,19 @@ def delta_cell(verdict: Verdict, variant: str) -> Cell:
     delta = verdict.variants[variant].quality
     if delta is None or delta.delta is None:
         return Cell(NOT_MEASURED, "missing")
-    return figure(f"{points(delta.delta)} pt", note=f"{points_interval(delta.delta_ci)}\n{flips_text(delta)}")
+    lines = [points_interval(delta.delta_ci), flips_text(delta)]
+    divergence = verdict.variants[variant].divergence
+    if divergence is not None:
+        lines.append(f"KL {number(divergence.kl.value, 4)}, same token {percent(divergence.same_top1.value)}")
+    if delta.items_to_decide is not None:
+        lines.append(f"{count(delta.items_to_decide)} items needed")
+    return figure(f"{points(delta.delta)} pt", note="\n".join(lines))
 
 
 def flips_text(delta: QualityDelta) -> str:
-    """`23 flips, A/A 0`."""
-    return f"flips {count(delta.flips)}, A/A {count(delta.noise_floor_flips)}"
+    """`flips 23, A/A 0`, and that they are noise where they don't stand out from the control's."""
+    noise = ": noise" if delta.within_noise and delta.flips else ""
+    return f"flips {count(delta.flips)}, A/A {count(delta.noise_floor_flips)}{noise}"
 
 
 def speed_cell(result: VariantVerdict) -> Cell:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,20 @@ def test_a_defect_leaves_its_trace_in_a_file(
     assert run_main(fail) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert "boom" in (tmp_path / "results/logs/traceback.log").read_text()
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    """`quantgate plan --json | head -1` must end without a word on stderr."""
+    code = (
+        "import sys; from pipeline.errors import run_main;"
+        "sys.exit(run_main(lambda: [print('x' * 1000) for _ in range(2000)] and None))"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline()
+    writer.stdout.close()
+    assert writer.stderr is not None
+    assert writer.stderr.read() == ""
+    assert writer.wait() == 0

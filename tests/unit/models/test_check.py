@@ -93,11 +93,15 @@ def test_missing_file_is_named(folder: Path, name: str, message: str) -> None:
         ({"num_hidden_layers": 3}, r"tensors that config.json asks for are missing, first: model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"tensors that config.json doesn't account for, first: model\.layers\.1"),
         (
-            {"model_type": "gptj"},
-            r"config\.json: model_type='gptj' is not supported; allowed: llama, mistral",
+            {"architectures": ["GPTJForCausalLM"]},
+            r"config\.json: architectures is 'GPTJForCausalLM'; its KV layout isn't modelled",
         ),
-        ({"hidden_size": "wide"}, r"config\.json: hidden_size='wide' must be a whole number"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+            r"config\.json: architectures is 'MixtralForCausalLM', which isn't quantized here; allowed are Llama",
+        ),
+        ({"hidden_size": "wide"}, r"config\.json: hidden_size is 'wide', it must be a positive integer"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads is 3, which doesn't divide num_attention_heads 4"),
         ({"tie_word_embeddings": False}, r"missing, first: lm_head\.weight"),
     ],
 )

@@ -20,7 +20,10 @@ from pipeline.quality.evalset import (
     load_items,
     load_texts,
     sample_items,
+    scoring_order,
 )
+from pipeline.quality.intervals import paired_interval
+from pipeline.settings import load_settings
 
 ROOT = Path(__file__).parents[3]
 GOOD: dict[str, Any] = {
@@ -263,6 +266,65 @@ def test_a_description_counts_and_its_hash_follows_the_content() -> None:
     assert found["sha256"] != describe(items[:3])["sha256"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "line", "said"),
+    [
+        ("generate_until", {"answer": 0}, "answer: 0; allowed is a text"),
+        ("generate_until", {"answer": " "}, 'answer: " "; allowed is a text'),
+        ("loglikelihood_rolling", {}, "key 'text' is missing"),
+    ],
+)
+def test_each_kind_of_task_needs_its_own_keys(
+    tmp_path: Path, kind: Any, line: dict[str, Any], said: str
+) -> None:
+    path = write(tmp_path / "items.jsonl", GOOD | line)
+    with pytest.raises(UserInputError, match=said):
+        load_items(path, kind)
+
+
+def test_answers_and_texts_are_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "items.jsonl", *(GOOD | {"id": i, "answer": "puppy", "text": "Long."} for i in "ab")
+    )
+    first = load_items(path, "generate_until")[0]
+    assert (first.choices, first.right, first.prompt) == ((), "puppy", GOOD["prompt"])
+    assert load_items(path, "loglikelihood_rolling")[0].prompt == "Long."
+
+
+def test_a_sample_takes_an_item_of_every_cluster_before_a_second_of_any() -> None:
+    """20 clusters of three: any sample of up to 20 holds no two of one, and one of 30 at most two."""
+    items = [Item(f"i{n}", "s", f"c{n // 3}", "p", (" a", " b"), 0) for n in range(60)]
+    for count, most in ((10, 1), (20, 1), (30, 2), (60, 3)):
+        assert max(Counter(entry.cluster for entry in sample_items(items, count, 3)).values()) == most
+
+
+def test_some_slices_can_have_a_number_of_their_own() -> None:
+    items = items_of(a=50, b=100, c=50)
+    found = Counter(entry.slice for entry in sample_items(items, 64, 3, {"a": 4}))
+    assert found == {"a": 4, "b": 40, "c": 20}
+    assert Counter(e.slice for e in sample_items(items, 9, 3, {"a": 4, "b": 3, "c": 2})) == {
+        "a": 4,
+        "b": 3,
+        "c": 2,
+    }
+    for n, fixed, said in (
+        (5, {"a": 4}, r"items: 5; allowed is 6 \(one per slice\) to 154"),
+        (155, {"a": 4}, r"items: 155; allowed is 6"),
+        (64, {"d": 4}, r"slice_items\.d: 4; allowed are slices of the set \(a, b, c\)"),
+        (64, {"a": 51}, r"slice_items\.a: 51"),
+    ):
+        with pytest.raises(UserInputError, match=said):
+            sample_items(items, n, 3, fixed)
+
+
+def test_the_scoring_order_is_a_shuffle_that_only_seed_and_ids_decide() -> None:
+    items = items_of(a=40, b=40)
+    order = scoring_order(items, 3)
+    assert order == scoring_order(list(reversed(items)), 3) != scoring_order(items, 4)
+    assert sorted(entry.id for entry in order) == sorted(entry.id for entry in items)
+    assert 10 <= sum(entry.slice == "a" for entry in order[:40]) <= 30
+
+
 # --- what ships ------------------------------------------------------------------------------------------------
 
 TEAM_DEMO = ROOT / "evalsets/team-demo"
@@ -338,6 +400,37 @@ def test_no_shipped_item_is_in_the_texts(shipped: list[Item], name: str) -> None
     check_no_leak(shipped, load_texts(CALIBRATION / f"{name}.jsonl"))
 
 
+def test_the_short_answers_are_short_unique_and_not_given_away() -> None:
+    short = load_items(TEAM_DEMO / "short.jsonl", "generate_until")
+    assert len(short) >= 100 and {entry.slice for entry in short} >= {"knowledge", "language", "chinese"}
+    assert len({entry.prompt for entry in short}) == len(short)
+    for entry in short:
+        assert entry.expected == entry.expected.strip() and len(entry.expected) <= 20
+        question = entry.prompt.rsplit("\n\n", 1)[1]
+        answers = [line.split(" ", 1)[-1].removeprefix("答：") for line in entry.prompt.splitlines()[1::3]]
+        assert len(answers) == 4 and entry.expected not in question, entry.id
+        assert entry.slice == "arithmetic" or entry.expected not in answers[:3], entry.id
+    for name in ("calibration", "heldout"):
+        check_no_leak(short, load_texts(CALIBRATION / f"{name}.jsonl"))
+
+
+@pytest.mark.parametrize("profile", ["demo", "demo-full", "rtx4090"])
+def test_the_samples_of_the_profiles_can_decide_where_nothing_is_lost(profile: str) -> None:
+    """An A/A control without a flip must be a GO at each task's margin, clusters and all."""
+    settings = load_settings([f"profile={profile}"], ROOT)
+    for task, name, kind in (
+        (settings.evalset, "items", "multiple_choice"),
+        (settings.evalset.further[0], "short", "generate_until"),
+    ):
+        items = load_items(TEAM_DEMO / f"{name}.jsonl", kind)
+        sample = sample_items(items, task.items, settings.evalset.seed, task.slice_items)
+        margin = settings.policy.task_margins.get(task.task, settings.policy.quality_margin)
+        low, _ = paired_interval(
+            [0] * len(sample), [entry.cluster for entry in sample], settings.policy.confidence
+        )
+        assert low > -margin, (task.task, low)
+
+
 def test_calibration_and_held_out_text_are_apart() -> None:
     calibration, heldout = (load_texts(CALIBRATION / f"{name}.jsonl") for name in ("calibration", "heldout"))
     assert len(calibration) >= 128
@@ -349,14 +442,15 @@ def test_calibration_and_held_out_text_are_apart() -> None:
 @pytest.mark.parametrize(
     ("script", "names"),
     [
-        (TEAM_DEMO / "build.py", ["items.jsonl"]),
+        (TEAM_DEMO / "build.py", ["items.jsonl", "short.jsonl"]),
         (CALIBRATION / "build.py", ["calibration.jsonl", "heldout.jsonl"]),
     ],
     ids=["team-demo", "calibration"],
 )
 def test_building_again_gives_the_same_bytes(tmp_path: Path, script: Path, names: list[str]) -> None:
-    target = tmp_path / names[0] if len(names) == 1 else tmp_path
-    subprocess.run([sys.executable, str(script), str(target)], check=True, cwd=tmp_path, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], check=True, cwd=tmp_path, capture_output=True
+    )
     for name in names:
         assert (tmp_path / name).read_bytes() == (script.parent / name).read_bytes()
     assert not list(script.parent.rglob("__pycache__"))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserInputError
+from pipeline.quality.sequential import plan_looks
 from pipeline.quality.statistics import (
     compare,
-    items_to_exclude_margin,
     non_inferiority,
     pair,
     slice_scores,
@@ -107,11 +107,6 @@ def test_non_inferiority(interval: tuple[float, float], expected: str) -> None:
     assert non_inferiority(interval, 0.02) == expected
 
 
-def test_items_to_exclude_margin() -> None:
-    assert items_to_exclude_margin(-0.01, 0.05, 0.02, 0.95) == 1921  # 1.959964² · 0.05 / 0.01² = 1920.73
-    assert items_to_exclude_margin(-0.02, 0.05, 0.02, 0.95) is None
-
-
 @pytest.mark.parametrize(
     ("key", "word"), [("doc_hash", "documents"), ("prompt_hash", "prompts"), ("target_hash", "targets")]
 )
@@ -162,3 +157,65 @@ def test_slice_scores() -> None:
     assert scores["b"].accuracy == pytest.approx(2 / 3)
     assert scores["b"].chance == pytest.approx((0.25 + 0.25 + 0.5) / 3)
     assert scores["a"].ci[0] < scores["a"].accuracy <= scores["a"].ci[1]
+
+
+def test_a_correction_for_the_number_of_slices() -> None:
+    """Ten slices, one of which loses 6 of 10: 0.031 alone, 0.31 among ten."""
+    reference = [sample(i, True, slice=f"s{i // 10}") for i in range(100)]
+    variant = [sample(i, i >= 6, slice=f"s{i // 10}") for i in range(100)]
+    slices = compare(reference, variant, margin=0.02, confidence=0.95).slices
+    assert slices["s0"]["p"] == pytest.approx(2 * 0.5**6)
+    assert slices["s0"]["p_holm"] == pytest.approx(20 * 0.5**6)
+    assert slices["s1"]["p_holm"] == 1.0
+
+
+def test_flips_that_dont_stand_out_from_the_control_are_noise() -> None:
+    reference = run([True] * 100)
+    noisy = [sample(i, i not in (3, 50, 77)) for i in range(100)]
+    variant = [sample(i, i not in (3, 60, 61, 90)) for i in range(100)]
+    delta = compare(reference, variant, margin=0.02, confidence=0.95, control=noisy)
+    assert (delta.flips, delta.noise_floor_flips, delta.within_noise) == (4, 3, True)
+    worse = [sample(i, i >= 20) for i in range(100)]
+    assert compare(reference, worse, margin=0.02, confidence=0.95, control=noisy).within_noise is False
+
+
+def test_flips_over_an_engine_that_repeats_itself_are_never_noise() -> None:
+    reference = run([True] * 100)
+    variant = [sample(i, i != 3) for i in range(100)]
+    delta = compare(reference, variant, margin=0.02, confidence=0.95, control=reference)
+    assert (delta.flips, delta.within_noise) == (1, False)
+    moved = [sample(i, True, loglikelihoods=[-1.001, -2.0, -3.0, -4.0]) for i in range(100)]
+    assert compare(reference, variant, margin=0.02, confidence=0.95, control=moved).within_noise is True
+    assert compare(reference, variant, margin=0.02, confidence=0.95).within_noise is None
+
+
+LOOKS = plan_looks(400, 4, 0.95, "pocock")
+
+
+def test_a_sequential_run_that_stopped_early_is_compared_at_its_look() -> None:
+    reference = run([True] * 400)
+    early = compare(reference, reference[:200], margin=0.03, confidence=0.95, looks=LOOKS, control=reference)
+    assert (early.n, early.look, early.planned_looks) == (200, 2, [100, 200, 300, 400])
+    fixed = compare(reference[:200], reference[:200], margin=0.03, confidence=0.95)
+    assert early.delta_ci is not None and fixed.delta_ci is not None
+    assert early.delta_ci[0] < fixed.delta_ci[0]  # looking has its price
+    assert compare(reference, reference, margin=0.03, confidence=0.95, looks=LOOKS).look == 4
+
+
+def test_a_sequential_run_that_broke_off_is_refused() -> None:
+    reference = run([True] * 400)
+    with pytest.raises(UserInputError, match="150 items, which is none of the planned looks"):
+        compare(reference, reference[:150], margin=0.03, confidence=0.95, looks=LOOKS)
+    with pytest.raises(UserInputError, match="aren't the first of the reference's"):
+        compare(reference, reference[100:300], margin=0.03, confidence=0.95, looks=LOOKS)
+    with pytest.raises(UserInputError, match="planned over 400"):
+        compare(reference[:200], reference[:200], margin=0.03, confidence=0.95, looks=LOOKS)
+
+
+def test_the_smallest_margin_of_the_demos_control_is_under_its_margin() -> None:
+    """400 items without a flip, 1.3 to a cluster: a GO at 3 points, with room."""
+    control = [sample(i, True, cluster=f"c{i // 4 if i < 240 and i % 4 < 2 else i}") for i in range(400)]
+    delta = compare(control, control, margin=0.03, confidence=0.95)
+    assert delta.delta_ci is not None and delta.delta_ci[0] > -0.03
+    assert delta.smallest_margin is not None and delta.smallest_margin < 0.03
+    assert delta.bootstrap_ci == (0.0, 0.0)

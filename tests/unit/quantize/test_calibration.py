@@ -75,3 +75,10 @@ def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserInputError, match="holds no texts"):
         read_texts(tmp_path / "empty.jsonl")
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
+    """U+2028 inside a JSON string is text."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"id": "a", "text": "one\u2028two"}\n{"id": "b", "text": "three"}\n', encoding="utf-8")
+    assert [text.text for text in read_texts(path)] == ["one\u2028two", "three"]

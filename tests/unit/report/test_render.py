@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from pipeline.report import ResultBundle, render
+from pipeline.report.sections.quality import worst_loss
 from pipeline.report.wording import NOT_MEASURED
 from pipeline.results import Gate
 from tests.support.sample_results import SHAPES, SLICES, sample_results
@@ -178,7 +180,7 @@ def test_the_control_stands_beside_every_delta(rendered: tuple[str, str]) -> Non
 
 def test_missing_results_are_said_and_never_zero() -> None:
     html, markdown = render(sample_results(frozenset({"awq", "bf16-again"})))
-    for section, cells in (("### Load levels", 12), ("### Accuracy change against the reference", 8)):
+    for section, cells in (("### Load levels", 12), ("### Accuracy change against the reference", 9)):
         table = markdown.split(section)[1].split("###")[0]
         row = next(line for line in table.splitlines() if line.startswith("| awq |"))
         assert row.count(NOT_MEASURED) == cells
@@ -209,3 +211,77 @@ def test_hostile_names_stay_text(hostile: str) -> None:
     for block in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(widths) == 1  # a bar in a name opened no column
+
+
+def test_flipped_items_are_listed_losses_first_with_both_answers_and_scores() -> None:
+    """The sample's awq loses 14 items and gains 9; the A/A control has none, so it has no table."""
+    _, markdown = render(sample_results())
+    table = markdown.split("### Items that awq answers differently")[1].split("###")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 23
+    changes = ["lost" if ", lost" in row else "gained" for row in rows]
+    assert changes == ["lost"] * 14 + ["gained"] * 9
+    assert "right, 4.50 nats" in rows[0] and "wrong, \u22124.50 nats" in rows[0]
+    assert "the answer is" in rows[0] and "“choice " in rows[0]
+    assert "Items that bf16-again" not in markdown
+
+
+def test_many_flips_are_cut_and_it_says_so() -> None:
+    _, markdown = render(sample_results())
+    assert "Items that awq-fp8kv answers differently ###" not in markdown
+    results = sample_results()
+    own = results.qualities["awq"]
+    assert own is not None
+    wrong = own.model_copy(update={"samples": [s.model_copy(update={"correct": False}) for s in own.samples]})
+    _, markdown = render(replace(results, qualities={**results.qualities, "awq": wrong}))
+    assert re.search(r"Items that awq answers differently \(the first 40 of 1\d\d\)", markdown)
+
+
+def test_slices_are_ranked_by_their_worst_loss() -> None:
+    bundle = sample_results()
+    _, markdown = render(bundle)
+    table = markdown.split("### Change by slice, the worst loss first")[1].split("###")[0]
+    shown = [
+        line.split("|")[1].split("<br>")[0].strip() for line in table.splitlines() if line.startswith("| ")
+    ][2:]
+    deltas = [result.quality for result in bundle.verdict.variants.values()]
+    losses = {label: worst_loss(deltas, label) for label in SLICES}
+    assert shown == sorted(losses, key=lambda label: (losses[label], label))
+
+
+def test_a_flip_rate_within_the_floor_is_said_to_be_noise() -> None:
+    bundle = sample_results()
+    awq = bundle.verdict.variants["awq"]
+    assert awq.quality is not None
+    noisy = awq.model_copy(update={"quality": awq.quality.model_copy(update={"within_noise": True})})
+    verdict = bundle.verdict.model_copy(update={"variants": {**bundle.verdict.variants, "awq": noisy}})
+    _, markdown = render(replace(bundle, verdict=verdict))
+    assert "flips 23, A/A 0: noise" in markdown and "23 (noise)" in markdown
+    _, plain = render(bundle)
+    assert "noise\n" not in plain and "(noise)" not in plain
+
+
+def test_divergence_stands_beside_the_deltas_with_its_errors() -> None:
+    _, markdown = render(sample_results())
+    table = markdown.split("### Divergence from the reference")[1].split("###")[0]
+    row = next(
+        line for line in table.splitlines() if line.startswith("| awq<br>") or line.startswith("| awq |")
+    )
+    assert "1.2300<br>± 0.0023" in row and "0.11500<br>± 0.00460" in row and "92.33 %" in row
+    assert "6.1 % of the reference's mass" in markdown and "a lower bound" in markdown
+    summary = next(line for line in markdown.splitlines() if line.startswith("| awq<br>AWQ"))
+    assert "KL 0.1150, same token 92.3 %" in summary and "526 items needed" in summary
+    without = sample_results()
+    variants = {k: v.model_copy(update={"divergence": None}) for k, v in without.verdict.variants.items()}
+    bare = replace(without, verdict=without.verdict.model_copy(update={"variants": variants}))
+    assert "Divergence from" not in render(bare)[1] and "KL" not in render(bare)[1]
+
+
+def test_further_tasks_and_how_prompts_were_put_are_shown() -> None:
+    _, markdown = render(sample_results(frozenset({"awq"})))
+    table = markdown.split("### Further task team_demo_short")[1].split("###")[0]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    assert rows["awq"].count(NOT_MEASURED) == 4
+    assert "50.0" in rows["bf16-fp8kv"] and "40" in rows["bf16-fp8kv"]
+    put = markdown.split("### How the prompts were put")[1].split("###")[0]
+    assert put.count("not applied") == 8 and "| bf16 | team_demo_short | not applied | 0 | 0 | 1 | 1 |" in put

@@ -52,3 +52,13 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     )
     text = verdict_table(verdict)
     assert "\x1b" not in text and "\r" not in text
+
+
+def test_quality_has_its_own_columns() -> None:
+    text = verdict_table(sample_results().verdict)
+    quality = text.split("items needed")[1].split("\n\n")[0].splitlines()
+    rows = {line.split("  ")[0].strip(): line for line in quality if line.split("  ")[0].strip() in SHAPES}
+    assert "23, 0" in rows["awq"] and "526" in rows["awq"]
+    assert "decided" in rows["bf16-again"]
+    assert "0.1150 +- 0.0046" in rows["awq"] and "92.3 %" in rows["awq"]
+    assert max(map(len, text.splitlines())) <= 110

@@ -88,6 +88,8 @@ def test_environment_is_offline_and_decides_the_pool_by_bytes() -> None:
     assert environment["PATH"] == "/bin"
     assert environment["VLLM_TARGET_DEVICE"] == "cpu"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert build_environment(spec(), {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert not {"VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME"} & set(environment)
@@ -104,4 +106,4 @@ def test_environment_finds_the_plugin_before_anything_inherited() -> None:
 def test_cuda_environment_leaves_the_platform_alone() -> None:
     cuda = spec(target="cuda", kv_cache_memory_bytes=None, gpu_memory_utilization=0.92)
     environment = build_environment(cuda, {})
-    assert not {"VLLM_TARGET_DEVICE", "VLLM_CPU_OMP_THREADS_BIND"} & set(environment)
+    assert not {"VLLM_TARGET_DEVICE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"} & set(environment)

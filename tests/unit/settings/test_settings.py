@@ -47,6 +47,12 @@ def test_demo_has_its_five_variants() -> None:
         ("load.search.start=100", ["conf/load/demo.yaml", "search.start 100 is above search.maximum 64"]),
         ("device.memory_utilization=1.2", ["conf/device/cpu-demo.yaml", "memory_utilization", "1.2"]),
         ("reference=foo", ["reference 'foo'", "bf16"]),
+        ("evalset.concurrency=1", ["conf/evalset/team-demo.yaml", "concurrency", "1"]),
+        ("evalset.divergence.top_k=50", ["conf/evalset/team-demo.yaml", "divergence.top_k", "50"]),
+        ("evalset.folder=null", ["conf/evalset/team-demo.yaml", "need a set of your own"]),
+        ("evalset.further=[{task: team_demo}]", ["conf/evalset/team-demo.yaml", "named twice"]),
+        ("+policy.task_margins.x=2", ["conf/policy/demo.yaml", "task_margins.x", "2"]),
+        ("+policy.max_perplexity_ratio=0.9", ["conf/policy/demo.yaml", "max_perplexity_ratio", "0.9"]),
         ("model.source.kind=ftp", ["conf/model/smollm2-135m-instruct.yaml", "source"]),
     ],
 )
@@ -74,6 +80,30 @@ def test_parameters_follow_the_profile(clone: Path) -> None:
     write_parameters("demo", clone)
     assert (clone / "params.yaml").read_text() == (ROOT / "params.yaml").read_text()
     assert load_parameters(clone)["profile"] == "demo"
+
+
+@pytest.mark.parametrize("name", ["mmlu-pro", "gsm8k", "ifeval", "ceval"])
+def test_benchmarks_are_entries_for_machines_that_reach_a_hub(name: str) -> None:
+    settings = load_settings(["profile=rtx4090", f"evalset={name}"], ROOT)
+    assert settings.evalset.folder is None and settings.evalset.metric
+
+
+def test_every_variants_quality_comes_after_the_references(clone: Path) -> None:
+    """DVC is told through params.yaml; a sequential run also stops by the policy, so it depends on it."""
+    found = load_parameters(clone)
+    after = {name: entry["quality_after"] for name, entry in found["variants"].items()}
+    assert after.pop("bf16") == "results/prepare.json"
+    assert set(after.values()) == {"results/quality/bf16.logprobs.parquet"}
+    assert (found["evalset_folder"], found["stops_by"]) == (
+        "evalsets/team-demo",
+        "conf/evalset/team-demo.yaml",
+    )
+    profile = clone / "conf/profile/demo.yaml"
+    profile.write_text(profile.read_text().replace("/evalset: team-demo", "/evalset: team-demo-all"))
+    write_parameters("demo", clone)
+    found = load_parameters(clone)
+    assert found["variants"]["awq"]["quality_after"] == "results/quality/bf16.json"
+    assert found["stops_by"] == "conf/policy/demo.yaml"
 
 
 def test_parameters_that_drifted_are_refused(clone: Path) -> None:

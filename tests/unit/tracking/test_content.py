@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.tracking.content import comparison_content, variant_content, verdict_columns
+from pipeline.tracking.content import comparison_content, flip_columns, variant_content, verdict_columns
 from tests.support.sample_results import LEVELS, SHAPES, sample_results
 
 ALLOWED_KEY = re.compile(r"[\w\-./ ]{1,250}")  # mlflow 3.17 utils/validation.py
@@ -38,6 +38,10 @@ def test_figures_equal_the_results() -> None:
     assert found["capacity_reported_tokens"] == result.capacity.reported_tokens
     assert found["capacity_fitting_sequences"] == 26
     assert found["peak_output_tok_s"] == result.throughput.peak_output_tok_s
+    assert result.divergence is not None
+    assert found["divergence/kl"] == result.divergence.kl.value
+    assert found["divergence/same_top1_se"] == result.divergence.same_top1.se
+    assert found["task/team_demo_short_delta"] == result.quality.delta
     assert found["perplexity_ratio"] == bundle.quantizations["awq"]["perplexity"]["ratio"]
 
 
@@ -89,3 +93,13 @@ def test_gates_that_do_not_count_are_no_tag() -> None:
     tags = variant_content(sample_results(), "awq").tags
     assert tags["gate.quality"] == "INCONCLUSIVE"
     assert "gate.latency-ttft" not in tags
+
+
+def test_every_flipped_item_is_in_a_table() -> None:
+    bundle = sample_results()
+    table = flip_columns(bundle, "awq-fp8kv")
+    assert {len(column) for column in table.values()} == {38}
+    assert table["change"].count("lost") == 31
+    assert table["reference_lead_nats"][0] == 4.5 and table["variant_lead_nats"][0] == -4.5
+    assert table["prompt"][0].endswith("the answer is") and table["right_answer"][0].startswith(" choice")
+    assert flip_columns(bundle, "bf16-again") == {} and flip_columns(bundle, "bf16") == {}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
-from pipeline.results import Decision, Gate, Measurement, Quality, Verdict
+from pipeline.results import Decision, Gate, Measurement, Quality, RollingText, Sample, Verdict
 from pipeline.verdict.decide import build_verdict, decide
 from pipeline.verdict.latency import RequestLatency
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
 from tests.support import sample_results
 
-POLICY = Policy(required_sequences=24, quality_margin=0.05, confidence=0.95)
+POLICY = Policy(
+    required_sequences=24, quality_margin=0.05, confidence=0.95, task_margins={"team_demo_short": 0.25}
+)
 INTENTS = {
     "bf16": VariantIntent(weights="bf16", kv_cache_dtype="bfloat16"),
     "bf16-again": VariantIntent(weights="bf16", kv_cache_dtype="bfloat16"),
@@ -157,14 +161,100 @@ def test_no_control_is_shown_as_not_measured() -> None:
     assert quality is not None and quality.noise_floor_flips is None
 
 
+Spoil = Callable[[list[Sample]], list[Sample]]
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "fewer items": (lambda found: found[:-3], "different items can't be compared: only the reference has"),
+    "an item twice": (lambda found: [*found, found[0]], "items twice"),
+    "one item": (lambda found: found[:1], "different items"),
+    "no item": (lambda found: [], "no eval samples"),
+    "another prompt": (
+        lambda found: [found[0].model_copy(update={"prompt_hash": "x"}), *found[1:]],
+        "different prompts can't be compared",
+    ),
+    "another target": (
+        lambda found: [found[0].model_copy(update={"target_hash": "x"}), *found[1:]],
+        "different targets can't be compared",
+    ),
+    "no number": (
+        lambda found: [found[0].model_copy(update={"loglikelihoods": [math.nan] * 4}), *found[1:]],
+        "scores that are no numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_cant_be_paired_is_inconclusive_with_the_reason_and_spares_the_others(name: str) -> None:
+    spoil, says = SPOILED[name]
+    results = sample_results.sample_results()
+    own = results.qualities["bf16-fp8kv"]
+    assert own is not None
+    found = verdict(qualities={"bf16-fp8kv": own.model_copy(update={"samples": spoil(own.samples)})})
+    gate = gates_of(found, "bf16-fp8kv")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and says in gate.why
+    assert found.variants["bf16-fp8kv"].decision == "INCONCLUSIVE"
+    assert found.variants["bf16-fp8kv"].quality is None
+    assert gates_of(found, "bf16-again")["quality"].decision == "GO"
+
+
 def test_runs_over_another_eval_set_are_refused() -> None:
     results = sample_results.sample_results()
     awq = results.qualities["awq"]
     assert awq is not None
-    with pytest.raises(
-        UserInputError, match="eval set or its sample changed between the runs of bf16 and awq"
-    ):
-        verdict(qualities={"awq": awq.model_copy(update={"sample_seed": awq.sample_seed + 1})})
+    found = verdict(qualities={"awq": awq.model_copy(update={"sample_seed": awq.sample_seed + 1})})
+    gate = gates_of(found, "awq")["quality"]
+    assert gate.decision == "INCONCLUSIVE"
+    assert "eval set or its sample changed between the runs of bf16 and awq" in gate.why
+
+
+def test_a_control_over_other_items_takes_the_floor_away_and_nothing_else() -> None:
+    results = sample_results.sample_results()
+    again = results.qualities["bf16-again"]
+    assert again is not None
+    found = verdict(qualities={"bf16-again": again.model_copy(update={"samples": again.samples[:-1]})})
+    fp8 = found.variants["bf16-fp8kv"].quality
+    assert fp8 is not None and fp8.flips == 3 and fp8.noise_floor_flips is None
+    assert gates_of(found, "bf16-fp8kv")["quality"].decision == "GO"
+
+
+@pytest.mark.parametrize(("right", "says"), [(True, "right on all 300"), (False, "wrong on all 300")])
+def test_a_set_that_scores_everything_alike_decides_nothing(right: bool, says: str) -> None:
+    results = sample_results.sample_results()
+    alike = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        samples = [sample.model_copy(update={"correct": right}) for sample in quality.samples]
+        alike[name] = quality.model_copy(update={"samples": samples})
+    found = verdict(qualities=alike)
+    gate = gates_of(found, "bf16-fp8kv")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and says in gate.why
+
+
+def test_a_reference_that_guesses_decides_nothing() -> None:
+    """75 of 300 right with four choices: whatever a variant does, no ability is lost."""
+    results = sample_results.sample_results()
+    guessing = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        samples = [s.model_copy(update={"correct": i % 4 == 0}) for i, s in enumerate(quality.samples)]
+        guessing[name] = quality.model_copy(update={"samples": samples})
+    gate = gates_of(verdict(qualities=guessing), "awq")["quality"]
+    assert gate.decision == "INCONCLUSIVE" and "isn't above guessing (25%)" in gate.why
+
+
+def test_a_sequential_run_is_judged_at_its_look() -> None:
+    """Both hold what the stage leaves: the reference everything, the variant the items up to the look that decided."""
+    results = sample_results.sample_results()
+    stopped = {}
+    for name, quality in results.qualities.items():
+        assert quality is not None
+        kept = quality.samples[:200] if name == "bf16-fp8kv" else quality.samples
+        stopped[name] = quality.model_copy(update={"samples": kept, "looks": 3})
+    found = verdict(qualities=stopped)
+    delta = found.variants["bf16-fp8kv"].quality
+    assert delta is not None and (delta.n, delta.look, delta.planned_looks) == (200, 2, [100, 200, 300])
+    assert gates_of(found, "bf16-fp8kv")["quality"].decision == "GO"
+    broken = stopped | {"awq": stopped["awq"].model_copy(update={"samples": stopped["awq"].samples[:150]})}
+    assert "none of the planned looks" in gates_of(verdict(qualities=broken), "awq")["quality"].why
 
 
 def test_unknown_reference_is_refused() -> None:
@@ -219,3 +309,53 @@ def test_real_speed_gates_and_emulated_doesnt() -> None:
 def test_policy_refuses_values_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Policy(**({"required_sequences": 24, "quality_margin": 0.02, "confidence": 0.95} | bad))
+
+
+def test_further_tasks_have_a_gate_and_a_margin_of_their_own() -> None:
+    """The sample's variants answer the short task alike, but 40 items of 14 sources exclude nothing under 22 points."""
+    gates = gates_of(verdict(), "awq")
+    assert (gates["quality"].limit, gates["quality-team_demo_short"].limit) == (-0.05, -0.25)
+    assert gates["quality-team_demo_short"].decision == "GO"
+    strict = verdict(policy=POLICY.model_copy(update={"task_margins": {}}))
+    assert gates_of(strict, "awq")["quality-team_demo_short"].decision == "INCONCLUSIVE"
+    assert strict.variants["awq"].decision == "INCONCLUSIVE"
+    assert gates_of(strict, "bf16")["quality-team_demo_short"].decision == "GO"
+
+
+def test_a_further_task_that_wasnt_scored_is_inconclusive() -> None:
+    awq = sample_results.quality("awq").model_copy(update={"further": {}})
+    gate = gates_of(verdict(qualities={"awq": awq}), "awq")["quality-team_demo_short"]
+    assert gate.decision == "INCONCLUSIVE" and "wasn't scored on the task" in gate.why
+
+
+def test_texts_are_compared_by_their_perplexity() -> None:
+    def texts(loss: float, **changes: Any) -> list[RollingText]:
+        return [
+            RollingText(
+                id=f"t{i}",
+                slice="s",
+                cluster=f"c{i}",
+                doc_hash=f"h{i}",
+                loglikelihood=-100.0 - loss * i,
+                utf8_bytes=50,
+            ).model_copy(update=changes)
+            for i in range(9)
+        ]
+
+    def with_texts(name: str, found: list[RollingText]) -> Quality:
+        scores = sample_results.further(name).model_copy(update={"samples": [], "texts": found})
+        return sample_results.quality(name).model_copy(update={"further": {"prose": scores}})
+
+    found = verdict(
+        qualities={
+            "bf16": with_texts("bf16", texts(0.0)),
+            "awq": with_texts("awq", texts(1.0)),
+            "awq-fp8kv": with_texts("awq-fp8kv", texts(1.0, doc_hash="other")),
+        }
+    )
+    ratio = found.variants["awq"].perplexity_ratios["prose"]
+    assert ratio.value == pytest.approx(math.exp(36 / 450)) and ratio.ci is not None
+    assert ratio.ci[0] < ratio.value < ratio.ci[1]
+    assert "quality-prose" not in gates_of(found, "awq")
+    refused = gates_of(found, "awq-fp8kv")["quality-prose"]
+    assert refused.decision == "INCONCLUSIVE" and "different texts" in refused.why

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.results import Capacity, LoadLevel, Measurement, Provenance, QualityDelta
+from pipeline.results import Capacity, Estimate, LoadLevel, Measurement, Provenance, QualityDelta
 from pipeline.verdict.gates import (
     capacity_agreement_gate,
     capacity_gate,
     concurrency_observed_gate,
     kernel_provenance_gate,
     load_completed_gate,
-    quality_gate,
-    reference_quality_gate,
 )
 from pipeline.verdict.policy import Policy, VariantIntent
+from pipeline.verdict.quality import Evidence, divergence_gates, quality_gate, reference_quality_gate
 from tests.support import sample_results
 from tests.support.load_results import fill_test, probe, slo_search
 
@@ -36,6 +35,7 @@ def capacity(blocks: int | None = 106, **changes: Any) -> Capacity:
         "predicted_fitting_sequences": None,
         "reported_tokens": tokens,
         "reported_sequences": None,
+        "reported_fitting_sequences": None if blocks is None else max(0, blocks - 1) // 4,
         "observed_peak_running": None,
     }
     return Capacity(**(values | changes))
@@ -45,7 +45,7 @@ def measurement(levels: list[dict[str, Any]] | None = None, **changes: Any) -> M
     """A sample measurement of variant awq with some fields replaced."""
     base = sample_results.measurement("awq").model_copy(update={"fill": None, "searches": []})
     if levels is not None:
-        changes["levels"] = [level(**fields) for fields in levels]
+        changes = {"fill": None, "searches": [], "levels": [level(**fields) for fields in levels]} | changes
     return base.model_copy(update=changes)
 
 
@@ -57,24 +57,6 @@ def level(**changes: Any) -> LoadLevel:
 
 def provenance(**changes: Any) -> Provenance:
     return sample_results.measurement("bf16").provenance.model_copy(update=changes)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        (28, 6),  # measured with vLLM 0.32 on a CPU: log says 7.00x, the seventh was preempted
-        (29, 7),
-        (1, 0),
-        (0, 0),
-        (None, None),
-    ],
-)
-def test_fitting_sequences_leave_room_for_the_null_block(blocks: int | None, expected: int | None) -> None:
-    assert capacity(blocks).reported_fitting_sequences == expected
-
-
-def test_fitting_sequences_round_a_partial_block_up() -> None:
-    assert capacity(11, max_model_len=513).reported_fitting_sequences == 2  # 5 blocks each, 10 usable
 
 
 @pytest.mark.parametrize(
@@ -226,37 +208,54 @@ def delta(interval: tuple[float, float] | None, **changes: Any) -> QualityDelta:
     ],
 )
 def test_quality(interval: tuple[float, float] | None, decision: str) -> None:
-    gate = quality_gate(delta(interval), None, POLICY)
+    gate = quality_gate(delta(interval), None, 0.02)
     assert (gate.decision, gate.limit) == (decision, -0.02)
 
 
 def test_quality_inconclusive_says_the_items_needed() -> None:
-    assert "about 980 items would decide it" in quality_gate(delta((-0.035, 0.01)), None, POLICY).why
+    assert "about 980 items would decide it" in quality_gate(delta((-0.035, 0.01)), None, 0.02).why
 
 
 def test_quality_inconclusive_with_enough_items_says_what_the_observed_loss_takes() -> None:
-    gate = quality_gate(delta((-0.035, 0.01), items_to_decide=250), None, POLICY)
+    gate = quality_gate(delta((-0.035, 0.01), items_to_decide=250), None, 0.02)
     assert "250 items would have decided it" in gate.why
     assert "at the observed one about 1660 would" in gate.why  # 1.96² · 300 · 0.012² / 0.01²
 
 
 def test_quality_without_a_significant_difference_is_no_go_for_lack_of_evidence() -> None:
     """Delta 0, p = 1, and an interval that reaches below the margin: not a GO."""
-    gate = quality_gate(delta((-0.05, 0.05), delta=0.0, mcnemar_p=1.0), None, POLICY)
+    gate = quality_gate(delta((-0.05, 0.05), delta=0.0, mcnemar_p=1.0), None, 0.02)
     assert gate.decision == "INCONCLUSIVE"
 
 
 def test_quality_with_a_reference_that_differs_from_itself() -> None:
     noisy = delta((-0.08, -0.03), mcnemar_p=0.001, flips=40)
-    gate = quality_gate(delta((-0.01, 0.02)), noisy, POLICY)
+    gate = quality_gate(delta((-0.01, 0.02)), noisy, 0.02)
     assert gate.decision == "INCONCLUSIVE" and "second run (40 flips" in gate.why
-    assert quality_gate(delta((-0.01, 0.02)), delta((-0.02, 0.02), mcnemar_p=0.04), POLICY).decision == "GO"
+    assert quality_gate(delta((-0.01, 0.02)), delta((-0.02, 0.02), mcnemar_p=0.04), 0.02).decision == "GO"
+
+
+def test_a_refusal_to_compare_is_inconclusive_with_its_reason() -> None:
+    gate = quality_gate(
+        delta((-0.01, 0.02)), None, 0.02, refusal="runs over different items can't be compared"
+    )
+    assert (gate.decision, gate.value) == ("INCONCLUSIVE", None) and "different items" in gate.why
+
+
+def test_items_that_could_not_show_a_loss_are_no_go_ahead() -> None:
+    gate = quality_gate(delta((-0.01, 0.02), untold="everything is scored alike"), None, 0.02)
+    assert gate.decision == "INCONCLUSIVE" and "scored alike" in gate.why
+
+
+def test_a_sequential_verdict_says_its_look() -> None:
+    gate = quality_gate(delta((-0.01, 0.02), look=2, planned_looks=[100, 200, 300]), None, 0.02)
+    assert gate.decision == "GO" and "(look 2 of 3)" in gate.why
 
 
 def test_reference_quality() -> None:
-    gate = reference_quality_gate(True, POLICY)
+    gate = reference_quality_gate(True, 0.02)
     assert (gate.decision, gate.value) == ("GO", 0.0) and "by definition" in gate.why
-    assert reference_quality_gate(False, POLICY).decision == "INCONCLUSIVE"
+    assert reference_quality_gate(False, 0.02).decision == "INCONCLUSIVE"
 
 
 def test_nothing_measured_is_inconclusive_everywhere() -> None:
@@ -266,7 +265,45 @@ def test_nothing_measured_is_inconclusive_everywhere() -> None:
         load_completed_gate(None, POLICY),
         concurrency_observed_gate(None, POLICY),
         kernel_provenance_gate(BF16, []),
-        quality_gate(None, None, POLICY),
+        quality_gate(None, None, 0.02),
     ]
     assert {gate.decision for gate in gates} == {"INCONCLUSIVE"}
     assert all(gate.value is None and gate.why for gate in gates)
+
+
+LIMITED = POLICY.model_copy(
+    update={"max_kl": 0.1, "min_same_top1": 0.9, "max_perplexity_ratio": 1.2, "max_delta_p_rms": 0.1}
+)
+
+
+def estimate(value: float, error: float) -> Estimate:
+    return Estimate(value=value, se=error, ci=(value - 2 * error, value + 2 * error))
+
+
+@pytest.mark.parametrize(
+    ("kl", "top1", "ratio", "decisions"),
+    [
+        (0.05, 0.95, 1.1, ["GO", "GO", "GO"]),
+        (0.15, 0.80, 1.3, ["NO-GO", "NO-GO", "NO-GO"]),
+        (0.11, 0.89, 1.21, ["INCONCLUSIVE", "INCONCLUSIVE", "INCONCLUSIVE"]),
+        (0.09, 0.91, 1.19, ["INCONCLUSIVE", "INCONCLUSIVE", "INCONCLUSIVE"]),
+    ],
+)
+def test_divergence_gates_take_the_whole_interval(
+    kl: float, top1: float, ratio: float, decisions: list[str]
+) -> None:
+    figures = {"kl": kl, "same_top1": top1, "perplexity_ratio": ratio, "delta_p_rms": kl}
+    found = sample_results.divergence("awq").model_copy(
+        update={key: estimate(value, 0.01) for key, value in figures.items()}
+    )
+    gates = divergence_gates(Evidence(True, divergence=found), LIMITED)
+    assert [gate.decision for gate in gates] == [*decisions, decisions[0]]
+    names = ["divergence-kl", "divergence-top1", "divergence-perplexity", "divergence-delta-p"]
+    assert [gate.name for gate in gates] == names
+
+
+def test_divergence_gates_are_optional_and_never_go_without_evidence() -> None:
+    assert divergence_gates(Evidence(True, divergence=sample_results.divergence("awq")), POLICY) == []
+    gates = divergence_gates(Evidence(True, divergence_refusal="the token streams differ at p3"), LIMITED)
+    assert {gate.decision for gate in gates} == {"INCONCLUSIVE"} and "differ at p3" in gates[0].why
+    assert "not measured" in divergence_gates(Evidence(True), LIMITED)[0].why

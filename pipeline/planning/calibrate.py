@@ -1,0 +1,93 @@
+"""`quantgate calibrate`: the overheads that our own runs really had, as a new option in conf/overheads/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipeline.capacity import GIB
+from pipeline.errors import UserInputError
+from pipeline.files import write_text
+from pipeline.results import Measurement, load
+from pipeline.settings import Settings
+from pipeline.settings.schema import OverheadSettings
+
+TERMS = ("buffers", "activation", "non_torch", "cuda_graphs")
+
+
+def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = None) -> tuple[Path, str]:
+    """Fit every term that the runs' logs name; the others keep the table's figures. Returns the file and a summary.
+
+    A fitted term is the mean over the runs, its band their lowest and highest. Raises `UserInputError` where no run names a
+    term (an emulated budget never does), or where runs are of another profile or engine version.
+    """
+    version = settings.server.engine_version
+    runs = [load(path, Measurement) for path in files]
+    if not runs:
+        raise UserInputError(
+            "no measured run to calibrate from; `dvc repro` measures, or name results/measure/*.json files"
+        )
+    for path, run in zip(files, runs, strict=True):
+        if run.profile != settings.profile:
+            raise UserInputError(
+                f"{path}: measured with the profile {run.profile!r}, not {settings.profile!r}"
+            )
+        if run.provenance.engine_version != version:
+            raise UserInputError(
+                f"{path}: measured with engine version {run.provenance.engine_version}, the profile's is {version}"
+            )
+    seen = {name: [value for run in runs if (value := _reported(run, name)) is not None] for name in TERMS}
+    if not any(seen.values()):
+        raise UserInputError(
+            f"none of {len(runs)} runs logged a memory term"
+            + (": the device is an emulated budget, which has none" if settings.device.emulated else "")
+        )
+    table = {term.name: term.model_dump() for term in settings.overheads.for_version(version)}
+    for name, values in seen.items():
+        if values:
+            table[name] = _fitted(name, values, version, table.get(name))
+    name = f"{settings.device.name}-measured"
+    content = {"name": name, "device": settings.device.name, "terms": list(table.values())}
+    OverheadSettings.model_validate(content)
+    path = (root or Path.cwd()) / "conf" / "overheads" / f"{name}.yaml"
+    write_text(path, _yaml(content, settings, len(runs)))
+    lines = [
+        f"{term['name']}: {term['gib']:.2f} GiB ({term['low_gib']:.2f}–{term['high_gib']:.2f}), "
+        + (f"{term['runs']} runs of ours" if term["runs"] else "published figures, no run of ours names it")
+        for term in table.values()
+    ]
+    return path, "\n".join(lines)
+
+
+def _reported(run: Measurement, name: str) -> float | None:
+    """GiB that a run's log gives for a term; `buffers` is what loading added to the checkpoint's bytes."""
+    for term in run.reconciliation:
+        if name == "buffers" and term.name == "weights" and term.reported_bytes is not None:
+            return max(0.0, (term.reported_bytes - run.weight_bytes) / GIB) if run.weight_bytes else None
+        if term.name == name and term.reported_bytes is not None:
+            return max(0.0, term.reported_bytes / GIB)
+    return None
+
+
+def _fitted(name: str, values: list[float], version: str, before: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "engine_versions": before["engine_versions"] if before else f"=={version}",
+        "gib": round(fmean(values), 3),
+        "low_gib": round(min(values), 3),
+        "high_gib": round(max(values), 3),
+        "source": f"own runs on vLLM {version}",
+        "runs": len(values),
+    }
+
+
+def _yaml(content: dict[str, Any], settings: Settings, runs: int) -> str:
+    import yaml
+
+    header = (
+        f"# Memory overheads on {settings.device.name}, from {runs} measured runs of the profile {settings.profile}.\n"
+        "# Written by `quantgate calibrate`; a run's figure is known to half a hundredth of a GiB.\n"
+    )
+    return header + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

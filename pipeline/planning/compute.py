@@ -1,0 +1,199 @@
+"""Everything that `quantgate plan` answers, as one JSON-ready object, without a checkpoint, an engine, a GPU or a network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.capacity import GIB, Card, Geometry, Row, explain, plan_row
+from pipeline.capacity.levers import Answer, Planner, Setup
+from pipeline.capacity.workload import Lengths, workload_capacity
+from pipeline.planning.scenario import (
+    card_of,
+    geometry_of,
+    hand_calculation_of,
+    rank_weights_of,
+    rules_of,
+    weights_by_cards,
+)
+from pipeline.settings import Settings
+
+LONG_CONTEXT_TOKENS = 131_072
+RAISED_UTILIZATION = 0.95
+"""What the utilization lever goes to; 0.99 is answered on its own."""
+TOO_HIGH = 0.99
+
+
+def plan_of(settings: Settings, lengths: Lengths | None = None) -> dict[str, Any]:
+    """Rows per variant with bands and the hand calculation beside them, the levers, and the questions people ask next.
+
+    `lengths`: a workload whose expected concurrency is to be answered as well.
+    """
+    device, server = settings.device, settings.server
+    geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
+    required = settings.policy.required_sequences
+    planner = Planner(geometry, weights_by_cards(settings, geometry), card, rules)
+    rows = [
+        plan_row(
+            name, variant.weights, variant.kv_cache_dtype, geometry,
+            rank_weights_of(settings, geometry, variant.weights), card, rules, server.max_model_len,
+            server.tensor_parallel,
+        )
+        for name, variant in settings.variants.items()
+        if name != settings.control
+    ]  # fmt: skip
+    variants = []
+    for row in rows:
+        found = _row(row, required)
+        found["by_hand"] = _by_hand(settings, row, card)
+        found["longest_for_required"] = planner.longest(_setup(settings, row), required)
+        found["workload"] = None if lengths is None else asdict(workload_capacity(row, lengths))
+        variants.append(found)
+    quantized = next(iter(settings.quantizers), None)
+    start = Setup("bf16", "bfloat16", server.max_model_len, device.memory_utilization, server.tensor_parallel)
+    return {
+        "profile": settings.profile,
+        "model": settings.model.name,
+        "device": device.name,
+        "device_emulated": device.emulated,
+        "engine_version": server.engine_version,
+        "memory_gib": device.memory_gib,
+        "held_gib": device.held_gib,
+        "memory_utilization": device.memory_utilization,
+        "startable": card.startable,
+        "highest_utilization": card.highest_utilization,
+        "overheads": [
+            {
+                "name": term.name, "gib": term.gib, "low_gib": term.low_gib, "high_gib": term.high_gib,
+                "source": term.source, "runs": term.runs,
+            }
+            for term in settings.overheads.for_version(server.engine_version)
+        ],
+        "overhead_gib": round(card.overhead_bytes / GIB, 3),
+        "max_model_len": server.max_model_len,
+        "block_size": server.block_size,
+        "tensor_parallel": server.tensor_parallel,
+        "pipeline_parallel": server.pipeline_parallel,
+        "required_sequences": required,
+        "workload": None if lengths is None else _lengths(lengths),
+        "variants": variants,
+        "levers": _levers(planner.answer(start, required, quantized, "fp8", RAISED_UTILIZATION)),
+        "long_context": _long_context(geometry, rows),
+        "utilization_0_99": _too_high(settings, planner, card, rows),
+    }  # fmt: skip
+
+
+def _setup(settings: Settings, row: Row) -> Setup:
+    server = settings.server
+    return Setup(
+        row.weights,
+        row.kv_cache_dtype,
+        server.max_model_len,
+        settings.device.memory_utilization,
+        server.tensor_parallel,
+    )
+
+
+def _row(row: Row, required: int) -> dict[str, Any]:
+    return {
+        "variant": row.variant,
+        "weights": row.weights,
+        "kv_cache_dtype": row.kv_cache_dtype,
+        "weight_gib": round(row.weight_bytes / GIB, 3),
+        "kappa_bytes": row.kappa_bytes,
+        "budget_gib": round(row.budget.bytes / GIB, 3),
+        "block_size": row.pool.block_size,
+        "blocks": row.pool.blocks,
+        "tokens": row.pool.tokens,
+        "logged_sequences": round(row.pool.logged_sequences, 2),
+        "sequences": row.pool.fitting_sequences,
+        "sequences_low": row.pool_low.fitting_sequences,
+        "sequences_high": row.pool_high.fitting_sequences,
+        "waste_tokens": row.pool.waste_tokens,
+        "reaches_required": row.pool.fitting_sequences >= required,
+        "reaches_required_at_low": row.pool_low.fitting_sequences >= required,
+    }
+
+
+def _by_hand(settings: Settings, row: Row, card: Card) -> dict[str, Any] | None:
+    hand = hand_calculation_of(settings, row.weights)
+    if hand is None:
+        return None
+    steps = explain(hand, row, card)
+    return {
+        "budget_gib": round(steps[0].budget_bytes / GIB, 2),
+        "sequences": steps[0].sequences,
+        "steps": [
+            {
+                "term": step.term, "by_hand": step.by_hand, "real": step.real,
+                "budget_gib": round(step.budget_bytes / GIB, 2), "sequences": step.sequences,
+            }
+            for step in steps
+        ],
+    }  # fmt: skip
+
+
+def _lengths(lengths: Lengths) -> dict[str, Any]:
+    return {
+        "source": lengths.source,
+        "mean_tokens": round(lengths.mean, 1),
+        "p95_tokens": round(lengths.p95, 1),
+    }
+
+
+def _levers(answer: Answer) -> dict[str, Any]:
+    return {
+        "start_sequences": answer.start,
+        "required_sequences": answer.required,
+        "steps": [
+            {
+                "change": lever.change, "sequences": lever.sequences, "alone": lever.alone, "risk": lever.risk,
+                "reaches_required": lever.sequences >= answer.required,
+            }
+            for lever in answer.levers
+        ],
+        "smallest_set": None if answer.smallest is None else list(answer.smallest),
+        "closest_sequences": answer.closest,
+    }  # fmt: skip
+
+
+def _long_context(geometry: Geometry, rows: list[Row]) -> dict[str, Any]:
+    """128k tokens per sequence: what one takes, and how many fit."""
+    found = []
+    for row in rows:
+        pool = row.at(LONG_CONTEXT_TOKENS)
+        size = pool.blocks_per_sequence * max(row.layout.block_bytes)
+        found.append(
+            {
+                "variant": row.variant,
+                "gib_per_sequence": round(size / GIB, 2),
+                "sequences": pool.fitting_sequences,
+                "missing_gib": round(max(0, size + max(row.layout.block_bytes) - row.budget.bytes) / GIB, 2),
+            }
+        )
+    return {
+        "tokens": LONG_CONTEXT_TOKENS,
+        "model_max_tokens": geometry.max_position,
+        "above_the_models_own": geometry.max_position < LONG_CONTEXT_TOKENS,
+        "variants": found,
+    }
+
+
+def _too_high(settings: Settings, planner: Planner, card: Card, rows: list[Row]) -> dict[str, Any] | None:
+    """Why not 0.99: what it would bring, and what would be left for everything that isn't in the budget."""
+    if settings.device.emulated:
+        return None
+    best = max(rows, key=lambda row: row.pool.fitting_sequences)
+    setup = _setup(settings, best)
+    raised = Setup(setup.weights, setup.kv_cache_dtype, setup.max_model_len, TOO_HIGH, setup.cards)
+    spike = best.budget.bytes - best.budget.low_bytes
+    free = card.memory_bytes - card.held_bytes
+    return {
+        "utilization": TOO_HIGH,
+        "variant": best.variant,
+        "sequences": planner.sequences(raised),
+        "gained_sequences": planner.sequences(raised) - best.pool.fitting_sequences,
+        "left_outside_gib": round((free - TOO_HIGH * card.memory_bytes) / GIB, 2),
+        "left_outside_now_gib": round((free - card.requested_bytes) / GIB, 2),
+        "overheads_may_exceed_gib": round(spike / GIB, 2),
+    }

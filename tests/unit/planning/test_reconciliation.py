@@ -1,0 +1,105 @@
+"""The plan beside the engine: the capacity record is completed, and a pool outside the band fails with the term named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.capacity import GIB
+from pipeline.errors import EngineFailedError
+from pipeline.planning.reconciliation import reconciled
+from pipeline.planning.scenario import card_of
+from pipeline.results import Capacity, PlanRow
+from pipeline.serving.signals import LogSignals, MetricsSnapshot, parse_log, parse_metrics
+from pipeline.settings import Settings, load_settings
+
+ROOT = Path(__file__).parents[3]
+RECORDED = ROOT / "tests/contract/recorded"
+
+
+def settings(profile: str) -> Settings:
+    return load_settings([f"profile={profile}"], ROOT)
+
+
+def row(tokens: int, band: tuple[int, int], weights_gib: float, **changes: int) -> PlanRow:
+    values = {"max_model_len": 512, "block_size": 128, "blocks_per_sequence": 4} | changes
+    capacity = Capacity(
+        **values,
+        kappa_bytes=23_040,
+        kv_budget_bytes=None,
+        predicted_tokens=tokens,
+        predicted_tokens_band=band,
+        predicted_sequences=None,
+        predicted_fitting_sequences=None,
+        reported_tokens=None,
+        reported_sequences=None,
+        observed_peak_running=None,
+    )
+    return PlanRow(
+        variant="v", weights="bf16", kv_cache_dtype="bfloat16", weight_bytes=int(weights_gib * GIB),
+        overhead_bytes=0, capacity=capacity,
+    )  # fmt: skip
+
+
+def log(tokens: int, sequences: float, **memory: float) -> LogSignals:
+    text = f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for 8,192 tokens per request: {sequences:.2f}x"
+    found = parse_log(text)
+    return LogSignals(**{**found.__dict__, "memory_gib": memory})
+
+
+def metrics(tokens: int, blocks: int | None, sequences: float) -> MetricsSnapshot:
+    labels = f'kv_cache_size_tokens="{tokens}",kv_cache_max_concurrency="{sequences}"'
+    if blocks is not None:
+        labels += f',num_gpu_blocks="{blocks}",block_size="16"'
+    return parse_metrics(f"vllm:cache_config_info{{{labels}}} 1.0\n")
+
+
+def test_a_recorded_start_completes_the_record() -> None:
+    text = (RECORDED / "log-0.32-cpu-bf16.txt").read_text(encoding="utf-8")
+    signals = parse_log(text)
+    assert signals.kv_cache_tokens is not None
+    tokens = signals.kv_cache_tokens
+    page = metrics(tokens, tokens // 128, tokens / 512)
+    capacity, terms = reconciled(settings("demo"), row(tokens, (tokens, tokens), 0.25), signals, page)
+    assert capacity.reported_tokens == tokens
+    assert capacity.reported_fitting_sequences == (tokens // 128 - 1) // 4
+    assert {term.name for term in terms} == {"weights", "emulated"}
+
+
+def test_one_block_off_fails_where_nothing_has_a_band() -> None:
+    with pytest.raises(EngineFailedError, match="3,584 KV tokens where 3,712 were predicted"):
+        reconciled(settings("demo"), row(3712, (3712, 3712), 0.25), log(3584, 7.0), metrics(3584, 28, 7.0))
+
+
+def test_a_card_within_its_band_passes_with_every_residual() -> None:
+    rtx4090 = settings("rtx4090")
+    planned = row(
+        282_928, (267_000, 291_000), 5.19, max_model_len=8192, block_size=16, blocks_per_sequence=512
+    )
+    signals = log(
+        280_000, 34.18, model_loading_gib=5.25, activation_gib=0.6, non_torch_gib=0.3, cuda_graphs_gib=0.5
+    )
+    capacity, terms = reconciled(rtx4090, planned, signals, metrics(280_000, 17_500, 34.18))
+    assert capacity.reported_fitting_sequences == 34
+    assert [term.within for term in terms] == [True] * 4
+    assert (
+        sum(term.predicted_bytes for term in terms) == planned.weight_bytes + card_of(rtx4090).overhead_bytes
+    )
+
+
+def test_a_card_outside_its_band_names_the_term() -> None:
+    planned = row(
+        282_928, (267_000, 291_000), 5.19, max_model_len=8192, block_size=16, blocks_per_sequence=512
+    )
+    signals = log(200_000, 24.41, model_loading_gib=9.2, activation_gib=0.6)
+    with pytest.raises(
+        EngineFailedError, match=r"off is weights: 9\.20 GiB reported, 5\.20 to 5\.34 GiB planned"
+    ):
+        reconciled(settings("rtx4090"), planned, signals, metrics(200_000, 12_500, 24.41))
+
+
+def test_blocks_are_recovered_from_the_concurrency_where_the_page_lacks_them() -> None:
+    planned = row(3584, (3584, 3584), 0.25)
+    capacity, _ = reconciled(settings("demo"), planned, log(3584, 7.0), metrics(3584, None, 7.0))
+    assert capacity.reported_fitting_sequences == 6
