@@ -8,6 +8,7 @@ after Pocock 1977, computed exactly for the binomial by walking the distribution
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,16 +72,17 @@ def _fail_line(level: float, share: float, max_requests: int) -> np.ndarray:
     return np.concatenate([[max_requests + 1], binom.isf(level, sizes, share) + 1]).astype(int)
 
 
-def _calibrate(line, share: float, error: float, *, upper: bool) -> np.ndarray:  # type: ignore[no-untyped-def]
+def _calibrate(line: Callable[[float], np.ndarray], share: float, error: float, *, upper: bool) -> np.ndarray:
     """The line of the largest nominal level whose chance of ever being crossed stays within `error`."""
-    low, high = 0.0, error
+    # A look at each of n sizes at error / n can't err more often than the error, so that level is safe to start from.
+    low, high = error / len(line(error)), error
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if middle and _crossing(line(middle), share, upper=upper) <= error:
+        if _crossing(line(middle), share, upper=upper) <= error:
             low = middle
         else:
             high = middle
-    return np.asarray(line(low) if low else line(error / len(line(error))))
+    return line(low)
 
 
 def _crossing(line: np.ndarray, share: float, *, upper: bool) -> float:

@@ -25,7 +25,7 @@ class ResultBundle:
     """Weights scheme -> `results/quantize/<scheme>.json`."""
     environment: Environment
     timelines: Mapping[str, list[dict[str, Any]]]
-    """Variant -> server metrics, one row a second: t_s (monotonic), running, waiting, kv_usage (0..1), …"""
+    """Variant -> server metrics, one row per sample: t_s (monotonic), running, waiting, kv_usage (0..1), …"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The settings behind the numbers: group ("policy", "slo", "load", "evalset", …) -> key -> value, and
     "variants": variant -> one line of description."""

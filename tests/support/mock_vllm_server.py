@@ -126,6 +126,7 @@ class MockServer:
             "generation_tokens": 0,
         }
         self._writers: set[asyncio.StreamWriter] = set()
+        self._arrivals: dict[asyncio.StreamWriter, float] = {}
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -159,6 +160,7 @@ class MockServer:
         self._writers.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
+                self._arrivals[writer] = asyncio.get_running_loop().time()
                 method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
                 length = 0
                 for line in head.split(b"\r\n")[1:]:
@@ -175,6 +177,7 @@ class MockServer:
             pass
         finally:
             self._writers.discard(writer)
+            self._arrivals.pop(writer, None)
             writer.close()
 
     async def _route(self, writer: asyncio.StreamWriter, method: str, path: str, body: bytes) -> None:
@@ -355,8 +358,12 @@ class MockServer:
                 return payload
             return {**payload, "usage": wire.usage_payload(len(ids), tokens, streaming=True)}
 
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         async with self._admission(ids, want):
-            due = asyncio.get_running_loop().time() + script.ttft_s + step * script.ttft_step_s
+            # Counted from the request's arrival where it didn't wait: what the mock itself needs isn't scripted.
+            begun = clock() if clock() - asked > 0.001 else self._arrivals[writer]
+            due = begun + script.ttft_s + step * script.ttft_step_s
             if script.empty_first_chunk:
                 await event(counted(chunk(""), 0))
             made = wire.generated(strings, want)

@@ -43,7 +43,7 @@ def capacity(blocks: int | None = 106, **changes: Any) -> Capacity:
 
 def measurement(levels: list[dict[str, Any]] | None = None, **changes: Any) -> Measurement:
     """A sample measurement of variant awq with some fields replaced."""
-    base = sample_results.measurement("awq")
+    base = sample_results.measurement("awq").model_copy(update={"fill": None, "searches": []})
     if levels is not None:
         changes = {"fill": None, "searches": [], "levels": [level(**fields) for fields in levels]} | changes
     return base.model_copy(update=changes)
