@@ -131,4 +131,7 @@ def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = Non
         environment["VLLM_TARGET_DEVICE"] = "cpu"
         # Automatic binding leaves nothing to run on where there are 2 cores.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # A thread that spins at a barrier keeps the core from whoever it waits for. Measured on 2 cores beside one busy
+        # process: 5 tok/s and 1.5 s a short score with the default, 73 tok/s and 0.09 s with this; alone 95 against 85 tok/s.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return environment
