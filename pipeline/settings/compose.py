@@ -88,7 +88,11 @@ def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
     conf = (root or Path.cwd()) / "conf"
     chosen: dict[str, str] = {}
     for path in (conf / "config.yaml", conf / "profile" / f"{profile}.yaml"):
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise UserInputError(f"{path}: not valid YAML ({_one_line(error)})") from None
+        for entry in content.get("defaults", []):
             if isinstance(entry, dict):
                 chosen |= {str(key).removeprefix("override /"): str(value) for key, value in entry.items()}
     return {group: chosen[group] for group in GROUPS if group in chosen}
