@@ -38,7 +38,10 @@ def main() -> int:
         "whose lines have tokens, or prompt_tokens and output_tokens",
     )
     plan.add_argument(
-        "--model-folder", metavar="DIR", type=Path, help="take the geometry from this folder's config.json"
+        "--model-folder",
+        metavar="DIR",
+        type=Path,
+        help="take the geometry from this folder's config.json, and count its safetensors where it has them",
     )
     calibrate = commands.add_parser(
         "calibrate", help="fit the memory overheads from measured runs, as a new option in conf/overheads/"
@@ -80,7 +83,7 @@ def _overrides(given: list[str]) -> list[str]:
         return given
     for group in ("device", "model"):
         for name in profiles():
-            if group in keys and choices_of(name)[group] == keys[group]:
+            if group in keys and choices_of(name).get(group) == keys[group]:
                 return [f"profile={name}", *given]
     return [f"profile={load_parameters()['profile']}", *given]
 
@@ -90,10 +93,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     from pipeline.planning.inputs import read_lengths, with_model_folder
 
     settings = load_settings(_overrides(arguments.overrides))
+    counted: dict[str, int] = {}
     if arguments.model_folder is not None:
-        settings = with_model_folder(settings, arguments.model_folder)
+        settings, counted = with_model_folder(settings, arguments.model_folder)
     lengths = read_lengths(arguments.workload, settings.server.max_model_len) if arguments.workload else None
-    plan = plan_of(settings, lengths)
+    plan = plan_of(settings, lengths, counted)
     if arguments.plot is not None:
         from pipeline.planning.plot import write_plot
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.capacity import GIB, Card, Geometry, Row, explain, plan_row
 from pipeline.capacity.levers import Answer, Planner, Setup
-from pipeline.capacity.workload import Lengths, workload_capacity
 from pipeline.planning.scenario import (
     card_of,
     geometry_of,
@@ -18,25 +18,32 @@ from pipeline.planning.scenario import (
 )
 from pipeline.settings import Settings
 
+if TYPE_CHECKING:
+    from pipeline.capacity.workload import Lengths
+
 LONG_CONTEXT_TOKENS = 131_072
 RAISED_UTILIZATION = 0.95
 """What the utilization lever goes to; 0.99 is answered on its own."""
 TOO_HIGH = 0.99
 
 
-def plan_of(settings: Settings, lengths: Lengths | None = None) -> dict[str, Any]:
+def plan_of(
+    settings: Settings, lengths: Lengths | None = None, counted: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Rows per variant with bands and the hand calculation beside them, the levers, and the questions people ask next.
 
-    `lengths`: a workload whose expected concurrency is to be answered as well.
+    `lengths`: a workload whose expected concurrency is to be answered as well. `counted`: weights scheme -> bytes of a
+    checkpoint at hand; the others are computed.
     """
+    counted = counted or {}
     device, server = settings.device, settings.server
     geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
     required = settings.policy.required_sequences
-    planner = Planner(geometry, weights_by_cards(settings, geometry), card, rules)
+    planner = Planner(geometry, weights_by_cards(settings, geometry, counted), card, rules)
     rows = [
         plan_row(
             name, variant.weights, variant.kv_cache_dtype, geometry,
-            rank_weights_of(settings, geometry, variant.weights), card, rules, server.max_model_len,
+            rank_weights_of(settings, geometry, variant.weights, counted.get(variant.weights)), card, rules, server.max_model_len,
             server.tensor_parallel,
         )
         for name, variant in settings.variants.items()
@@ -47,7 +54,8 @@ def plan_of(settings: Settings, lengths: Lengths | None = None) -> dict[str, Any
         found = _row(row, required)
         found["by_hand"] = _by_hand(settings, row, card)
         found["longest_for_required"] = planner.longest(_setup(settings, row), required)
-        found["workload"] = None if lengths is None else asdict(workload_capacity(row, lengths))
+        found["weights_counted"] = row.weights in counted
+        found["workload"] = None if lengths is None else _workload(row, lengths)
         variants.append(found)
     quantized = next(iter(settings.quantizers), None)
     start = Setup("bf16", "bfloat16", server.max_model_len, device.memory_utilization, server.tensor_parallel)
@@ -131,6 +139,14 @@ def _by_hand(settings: Settings, row: Row, card: Card) -> dict[str, Any] | None:
             for step in steps
         ],
     }  # fmt: skip
+
+
+def _workload(row: Row, lengths: Lengths) -> dict[str, Any]:
+    from pipeline.capacity.workload import (
+        workload_capacity,  # brings numpy, which a plan without a workload needn't load
+    )
+
+    return asdict(workload_capacity(row, lengths))
 
 
 def _lengths(lengths: Lengths) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pipeline.capacity import (
     BF16,
@@ -92,11 +92,18 @@ def rank_weights_of(
     return tuple(round(share * counted_bytes / whole) for share in shares)
 
 
-def weights_by_cards(settings: Settings, geometry: Geometry) -> dict[str, Callable[[int], int]]:
+def weights_by_cards(
+    settings: Settings, geometry: Geometry, counted: Mapping[str, int]
+) -> dict[str, Callable[[int], int]]:
     """Scheme -> bytes per rank for a number of tensor-parallel cards, as the levers ask for them."""
 
     def of(weights: str) -> Callable[[int], int]:
-        return lambda cards: rank_weight_bytes(geometry, scheme_of(settings, weights), cards)[0]
+        def on(cards: int) -> int:
+            if cards == 1 and weights in counted:
+                return counted[weights]
+            return rank_weight_bytes(geometry, scheme_of(settings, weights), cards)[0]
+
+        return on
 
     return {weights: of(weights) for weights in ["bf16", *settings.quantizers]}
 

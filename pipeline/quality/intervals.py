@@ -6,6 +6,7 @@ Proportions are in 0..1, differences in −1..1, confidence levels are two-sided
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from scipy import stats
 
 Interval = tuple[float, float]
 Array = NDArray[np.float64]
+_RESAMPLES_AT_ONCE = 250  # bounds the memory on sets of tens of thousands of items
 _BISECTIONS = 50  # halvings of an interval of at most 2: to the last digit of a double
 
 
@@ -79,6 +81,7 @@ def score_statistic(gained: Array, lost: Array, n: Array, delta: Array) -> Array
     return np.where(np.isnan(found), 0.0, found)
 
 
+@functools.lru_cache(maxsize=4096)  # slices and tests ask for the same few counts again and again
 def paired_score_interval(gained: float, lost: float, n: float, confidence: float) -> Interval:
     """`paired_score_bounds` of one comparison. `ValueError` for impossible counts."""
     if n <= 0 or gained < 0 or lost < 0 or gained + lost > n * (1 + 1e-12):
@@ -178,7 +181,13 @@ def bootstrap_interval(
     groups = len(sums)
     if groups < 2:
         return None
-    draws = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=resamples)
-    means = (draws @ sums) / (draws @ sizes)
+    if not sums.any():
+        return 0.0, 0.0
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    for start in range(0, resamples, _RESAMPLES_AT_ONCE):
+        end = min(start + _RESAMPLES_AT_ONCE, resamples)
+        drawn = rng.integers(0, groups, size=(end - start, groups), dtype=np.int32)
+        means[start:end] = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from scipy import optimize, stats
+from scipy import special
 
 from pipeline.quality.intervals import two_sided_z
 
@@ -21,7 +21,15 @@ def items_to_decide(margin: float, flip_rate: float, alpha: float, power: float)
     3092 / 773 / 344 for 1 / 2 / 3 points. Never fewer than the z²(1 − margin)/margin that the score interval takes to
     exclude the margin when nothing flips.
     """
-    return math.ceil(_items(margin, flip_rate, alpha, power))
+    for name, value in (("margin", margin), ("alpha", alpha), ("power", power)):
+        if not 0.0 < value < 1.0:
+            raise ValueError(f"{name} {value} isn't between 0 and 1")
+    if not 0.0 <= flip_rate <= 1.0:
+        raise ValueError(f"flip_rate {flip_rate} isn't between 0 and 1")
+    z_alpha, z_power = _quantiles(alpha, power)
+    by_power = (z_alpha + z_power) ** 2 * flip_rate / margin**2
+    at_no_flips = z_alpha**2 * (1 - margin) / margin
+    return math.ceil(max(by_power, at_no_flips))
 
 
 def smallest_margin(items: float, flip_rate: float, alpha: float, power: float) -> float | None:
@@ -31,14 +39,9 @@ def smallest_margin(items: float, flip_rate: float, alpha: float, power: float) 
     """
     if items <= 0:
         raise ValueError(f"{items} items are no sample")
-    edge = 1e-9
-    if _items(1 - edge, flip_rate, alpha, power) > items:
-        return None
-    return float(
-        optimize.brentq(
-            lambda margin: _items(margin, flip_rate, alpha, power) - items, edge, 1 - edge, xtol=1e-9
-        )
-    )
+    z_alpha, z_power = _quantiles(alpha, power)
+    margin = max((z_alpha + z_power) * math.sqrt(flip_rate / items), z_alpha**2 / (items + z_alpha**2))
+    return margin if margin < 1.0 else None
 
 
 def items_to_exclude_margin(delta: float, variance: float, margin: float, confidence: float) -> int | None:
@@ -52,13 +55,5 @@ def items_to_exclude_margin(delta: float, variance: float, margin: float, confid
     return math.ceil(two_sided_z(confidence) ** 2 * variance / distance**2)
 
 
-def _items(margin: float, flip_rate: float, alpha: float, power: float) -> float:
-    for name, value in (("margin", margin), ("alpha", alpha), ("power", power)):
-        if not 0.0 < value < 1.0:
-            raise ValueError(f"{name} {value} isn't between 0 and 1")
-    if not 0.0 <= flip_rate <= 1.0:
-        raise ValueError(f"flip_rate {flip_rate} isn't between 0 and 1")
-    z_alpha, z_power = float(stats.norm.ppf(1 - alpha)), float(stats.norm.ppf(power))
-    by_power = (z_alpha + z_power) ** 2 * flip_rate / margin**2
-    at_no_flips = z_alpha**2 * (1 - margin) / margin
-    return max(by_power, at_no_flips)
+def _quantiles(alpha: float, power: float) -> tuple[float, float]:
+    return float(special.ndtri(1 - alpha)), float(special.ndtri(power))

@@ -82,9 +82,20 @@ def write_parameters(profile: str, root: Path | None = None) -> Path:
 
 
 def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
-    """Conf group -> option that a profile selects, without loading its variants."""
-    _, choices = _compose((root or Path.cwd()).resolve(), [f"profile={profile}"])
-    return {group: choices[group] for group in GROUPS}
+    """Conf group -> option that a profile selects, read from the defaults lists alone: composing takes 0.1 s a profile."""
+    import yaml
+
+    conf = (root or Path.cwd()) / "conf"
+    chosen: dict[str, str] = {}
+    for path in (conf / "config.yaml", conf / "profile" / f"{profile}.yaml"):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise UserInputError(f"{path}: not valid YAML ({_one_line(error)})") from None
+        for entry in content.get("defaults", []):
+            if isinstance(entry, dict):
+                chosen |= {str(key).removeprefix("override /"): str(value) for key, value in entry.items()}
+    return {group: chosen[group] for group in GROUPS if group in chosen}
 
 
 def profiles(root: Path | None = None) -> list[str]:

@@ -23,7 +23,8 @@ from pipeline.planning.plot import write_plot
 from pipeline.planning.scenario import card_of, rules_of
 from pipeline.results import BudgetTerm, Measurement, save
 from pipeline.settings import Settings, load_settings
-from tests.support import sample_results
+from pipeline.settings.compose import choices_of, profiles
+from tests.support import sample_results, tiny_models
 from tests.support.geometries import GEMMA3_1B, SMOLLM2
 
 ROOT = Path(__file__).parents[3]
@@ -165,11 +166,36 @@ def test_a_model_folder_gives_the_geometry(rtx4090: Settings, tmp_path: Path) ->
     folder = tmp_path / "gemma-3-1b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GEMMA3_1B))
-    found = plan_of(with_model_folder(rtx4090, folder))
-    assert found["model"] == "gemma-3-1b"
+    settings, counted = with_model_folder(rtx4090, folder)
+    found = plan_of(settings, counted=counted)
+    assert (found["model"], counted) == ("gemma-3-1b", {})
     (folder / "config.json").write_text('{"architectures": ["Gem')
     with pytest.raises(UserInputError, match=r"config\.json, line 1: not valid JSON"):
         with_model_folder(rtx4090, folder)
+
+
+def test_a_checkpoint_at_hand_is_counted_not_computed(demo: Settings, tmp_path: Path) -> None:
+    """A tied head that is stored all the same: more bytes than the config says."""
+    config = {**tiny_models.LLAMA, "hidden_size": 128, "architectures": ["LlamaForCausalLM"]}
+    weights = tiny_models.random_weights(config)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    folder = tiny_models.write_model(tmp_path / "tiny", config, weights)
+    settings, counted = with_model_folder(demo, folder)
+    assert counted == {"bf16": sum(tensor.nbytes for tensor in weights.values())}
+    found = plan_of(settings, counted=counted)
+    assert row(found, "bf16")["weights_counted"]
+    assert not row(found, "awq")["weights_counted"]
+    assert row(found, "bf16")["tokens"] < row(plan_of(settings), "bf16")["tokens"]
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert list(with_model_folder(demo, folder)[1]) == ["awq"]
+
+
+def test_choices_are_those_that_hydra_composes(rtx4090: Settings) -> None:
+    for name in profiles(ROOT):
+        composed = load_settings([f"profile={name}"], ROOT).choices
+        assert choices_of(name, ROOT) == {group: composed[group] for group in choices_of(name, ROOT)}
+        assert set(choices_of(name, ROOT)) == set(composed)
 
 
 def test_lengths_are_read_with_the_line_in_every_complaint(tmp_path: Path) -> None:
@@ -262,5 +288,6 @@ def test_plan_needs_neither_torch_nor_an_engine() -> None:
 def test_small_models_are_planned_too(rtx4090: Settings, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "max_position_embeddings": 8192}))
     quantizers = {"awq": rtx4090.quantizers["awq"].model_copy(update={"group_size": 64})}
-    found = plan_of(with_model_folder(rtx4090, tmp_path).model_copy(update={"quantizers": quantizers}))
+    settings, _ = with_model_folder(rtx4090, tmp_path)
+    found = plan_of(settings.model_copy(update={"quantizers": quantizers}))
     assert row(found, "bf16")["sequences"] > 100

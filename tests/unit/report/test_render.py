@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.report import ResultBundle, render
+from pipeline.report.markdown import render_markdown
 from pipeline.report.sections.quality import worst_loss
 from pipeline.report.wording import NOT_MEASURED
 from pipeline.results import Gate
@@ -215,7 +216,7 @@ def test_hostile_names_stay_text(hostile: str) -> None:
 
 def test_flipped_items_are_listed_losses_first_with_both_answers_and_scores() -> None:
     """The sample's awq loses 14 items and gains 9; the A/A control has none, so it has no table."""
-    _, markdown = render(sample_results())
+    markdown = render_markdown(sample_results())
     table = markdown.split("### Items that awq answers differently")[1].split("###")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 23
@@ -227,19 +228,19 @@ def test_flipped_items_are_listed_losses_first_with_both_answers_and_scores() ->
 
 
 def test_many_flips_are_cut_and_it_says_so() -> None:
-    _, markdown = render(sample_results())
+    markdown = render_markdown(sample_results())
     assert "Items that awq-fp8kv answers differently ###" not in markdown
     results = sample_results()
     own = results.qualities["awq"]
     assert own is not None
     wrong = own.model_copy(update={"samples": [s.model_copy(update={"correct": False}) for s in own.samples]})
-    _, markdown = render(replace(results, qualities={**results.qualities, "awq": wrong}))
+    markdown = render_markdown(replace(results, qualities={**results.qualities, "awq": wrong}))
     assert re.search(r"Items that awq answers differently \(the first 40 of 1\d\d\)", markdown)
 
 
 def test_slices_are_ranked_by_their_worst_loss() -> None:
     bundle = sample_results()
-    _, markdown = render(bundle)
+    markdown = render_markdown(bundle)
     table = markdown.split("### Change by slice, the worst loss first")[1].split("###")[0]
     shown = [
         line.split("|")[1].split("<br>")[0].strip() for line in table.splitlines() if line.startswith("| ")
@@ -255,14 +256,14 @@ def test_a_flip_rate_within_the_floor_is_said_to_be_noise() -> None:
     assert awq.quality is not None
     noisy = awq.model_copy(update={"quality": awq.quality.model_copy(update={"within_noise": True})})
     verdict = bundle.verdict.model_copy(update={"variants": {**bundle.verdict.variants, "awq": noisy}})
-    _, markdown = render(replace(bundle, verdict=verdict))
+    markdown = render_markdown(replace(bundle, verdict=verdict))
     assert "flips 23, A/A 0: noise" in markdown and "23 (noise)" in markdown
-    _, plain = render(bundle)
+    plain = render_markdown(bundle)
     assert "noise\n" not in plain and "(noise)" not in plain
 
 
 def test_divergence_stands_beside_the_deltas_with_its_errors() -> None:
-    _, markdown = render(sample_results())
+    markdown = render_markdown(sample_results())
     table = markdown.split("### Divergence from the reference")[1].split("###")[0]
     row = next(
         line for line in table.splitlines() if line.startswith("| awq<br>") or line.startswith("| awq |")
@@ -274,11 +275,12 @@ def test_divergence_stands_beside_the_deltas_with_its_errors() -> None:
     without = sample_results()
     variants = {k: v.model_copy(update={"divergence": None}) for k, v in without.verdict.variants.items()}
     bare = replace(without, verdict=without.verdict.model_copy(update={"variants": variants}))
-    assert "Divergence from" not in render(bare)[1] and "KL" not in render(bare)[1]
+    shown = render_markdown(bare)
+    assert "Divergence from" not in shown and "KL" not in shown
 
 
 def test_further_tasks_and_how_prompts_were_put_are_shown() -> None:
-    _, markdown = render(sample_results(frozenset({"awq"})))
+    markdown = render_markdown(sample_results(frozenset({"awq"})))
     table = markdown.split("### Further task team_demo_short")[1].split("###")[0]
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
     assert rows["awq"].count(NOT_MEASURED) == 4

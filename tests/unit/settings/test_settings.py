@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
 from pipeline.settings import load_parameters, load_settings, write_parameters
 from pipeline.settings.compose import profiles
+from pipeline.settings.schema import EvalsetSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,12 +49,8 @@ def test_demo_has_its_five_variants() -> None:
         ("load.search.start=100", ["conf/load/demo.yaml", "search.start 100 is above search.maximum 64"]),
         ("device.memory_utilization=1.2", ["conf/device/cpu-demo.yaml", "memory_utilization", "1.2"]),
         ("reference=foo", ["reference 'foo'", "bf16"]),
-        ("evalset.concurrency=1", ["conf/evalset/team-demo.yaml", "concurrency", "1"]),
         ("evalset.divergence.top_k=50", ["conf/evalset/team-demo.yaml", "divergence.top_k", "50"]),
-        ("evalset.folder=null", ["conf/evalset/team-demo.yaml", "need a set of your own"]),
-        ("evalset.further=[{task: team_demo}]", ["conf/evalset/team-demo.yaml", "named twice"]),
         ("+policy.task_margins.x=2", ["conf/policy/demo.yaml", "task_margins.x", "2"]),
-        ("+policy.max_perplexity_ratio=0.9", ["conf/policy/demo.yaml", "max_perplexity_ratio", "0.9"]),
         ("model.source.kind=ftp", ["conf/model/smollm2-135m-instruct.yaml", "source"]),
     ],
 )
@@ -84,8 +82,25 @@ def test_parameters_follow_the_profile(clone: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mmlu-pro", "gsm8k", "ifeval", "ceval"])
 def test_benchmarks_are_entries_for_machines_that_reach_a_hub(name: str) -> None:
-    settings = load_settings(["profile=rtx4090", f"evalset={name}"], ROOT)
-    assert settings.evalset.folder is None and settings.evalset.metric
+    found = EvalsetSettings.model_validate(yaml.safe_load((ROOT / f"conf/evalset/{name}.yaml").read_text()))
+    assert found.folder is None and found.metric and found.name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"concurrency": 1}, "greater than or equal to 2"),
+        ({"further": [{"task": "team_demo"}]}, "named twice"),
+        ({"folder": None}, "need a set of your own"),
+        ({"slice_items": {"chinese": 0}}, "greater than or equal to 1"),
+        ({"divergence": {"prompts": 1, "continuation_tokens": 4, "top_k": 5}}, "greater than or equal to 2"),
+    ],
+)
+def test_an_eval_set_that_cant_be_is_refused(changes: dict[str, object], said: str) -> None:
+    good = yaml.safe_load((ROOT / "conf/evalset/team-demo.yaml").read_text())
+    EvalsetSettings.model_validate(good)
+    with pytest.raises(ValidationError, match=said):
+        EvalsetSettings.model_validate(good | changes)
 
 
 def test_every_variants_quality_comes_after_the_references(clone: Path) -> None:
