@@ -199,10 +199,8 @@ def test_a_gate_that_does_not_count_is_marked(rendered: tuple[str, str]) -> None
     assert rendered[1].count("(not gated)") == 2 * len(SHAPES)  # in the matrix and in detail
 
 
-@pytest.mark.parametrize(
-    "hostile", ["<script>alert(1)</script>", "a&b\"'<i>", "a|b`c`*d*", "$x_1$ $", "]]> --><svg>"]
-)
-def test_hostile_names_stay_text(hostile: str) -> None:
+def test_hostile_names_stay_text() -> None:
+    hostile = "<script>alert(1)</script> a&b\"'<i> a|b`c`*d* $x_1$ $ ]]> --><svg>"
     html, markdown = render(renamed("awq", hostile))
     page = Page(html)
     assert hostile in page.text
