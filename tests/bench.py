@@ -77,7 +77,9 @@ def load_tables() -> None:
 
 def statistics_tables() -> None:
     """Coverage and false GOs over all outcomes (fixed), by 20,000 runs each (sequential, 8 looks, Pocock-like spending)."""
-    print("95 % interval of the paired difference: coverage at no loss / half / all of the flips lost, in %")
+    print(
+        "95 % interval of the paired difference: coverage where no more flips are lost than gained / three quarters / all of them are lost, in %"
+    )
     for n in (50, 200, 800):
         cells = (
             "/".join(f"{100 * coverage(n, flips, share):.1f}" for share in (0.5, 0.75, 1.0))
