@@ -18,7 +18,7 @@ from pipeline.quality.intervals import paired_interval
 from pipeline.quality.power import items_to_decide
 from pipeline.quality.significance import mcnemar_exact
 from tests import bench_peers
-from tests.bench_load import driver_overhead, search_saving
+from tests.bench_load import accuracy, driver_overhead, search_saving
 from tests.support.flips import coverage, false_go_rate, sequential_runs
 from tests.support.geometries import SMOLLM2
 
@@ -70,9 +70,10 @@ def plan_points() -> None:
 
 
 def load_tables() -> None:
-    """What the search saves, and what the driver costs."""
+    """What the search saves, what the driver costs, how exact its figures are."""
     search_saving()
     driver_overhead()
+    accuracy()
 
 
 def statistics_tables() -> None:
