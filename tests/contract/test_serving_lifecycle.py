@@ -245,8 +245,11 @@ def test_guard_killed_takes_the_engine_along(start: Callable[..., Any], tmp_path
 
 # --- our own end --------------------------------------------------------------------------------------------------
 
+# A run in the background starts with these two ignored, and whoever starts us may be one.
 PARENT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from pipeline.serving.server import serve
 from tests.contract.test_serving_lifecycle import spec
