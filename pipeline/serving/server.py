@@ -29,6 +29,7 @@ from pipeline.serving.failures import failure_cause
 from pipeline.serving.lease import engine_lease
 
 STOP_GRACE_S = 20.0
+CONNECTION_TRIES = 3
 DYING_WAIT_S = 15.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -103,7 +104,7 @@ class Server:
     def metrics_text(self) -> str:
         """The `/metrics` page now; `EngineFailedError` if it can't be had."""
         try:
-            answer = self._session.get(f"{self.base_url}/metrics", timeout=30.0)
+            answer = self._get("/metrics", 30.0)
             answer.raise_for_status()
         except requests.RequestException as error:
             self.check()
@@ -177,12 +178,22 @@ class Server:
     def _health(self, timeout_s: float) -> str:
         """'healthy', 'busy' (no answer in time) or 'dying' (an error, or nobody listens)."""
         try:
-            answer = self._session.get(f"{self.base_url}/health", timeout=timeout_s)
+            answer = self._get("/health", timeout_s)
         except requests.Timeout:
             return "busy"
         except requests.RequestException:
             return "dying"
         return "healthy" if answer.status_code == 200 else "dying"
+
+    def _get(self, path: str, timeout_s: float) -> requests.Response:
+        """One page. A kept connection that the server closes just as we use it again says nothing of its health: once more."""
+        for _ in range(CONNECTION_TRIES - 1):
+            with contextlib.suppress(requests.ConnectionError):
+                return self._session.get(f"{self.base_url}{path}", timeout=timeout_s)
+            if self.returncode is not None:
+                break
+            time.sleep(0.5)
+        return self._session.get(f"{self.base_url}{path}", timeout=timeout_s)
 
     # --- end --------------------------------------------------------------------------------------------------
 

@@ -123,6 +123,7 @@ def test_a_damaged_layer_is_a_no_go(runs: dict[str, tuple[list[Sample], ScoredSt
         margin=MARGIN,
         confidence=CONFIDENCE,
         control=runs["bf16-again"][0],
+        looks=LOOKS,  # it stopped at the look that decided
     )
     gate = quality_gate(delta, None, MARGIN)
     assert gate.decision == "NO-GO", gate.why

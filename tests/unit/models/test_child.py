@@ -59,7 +59,9 @@ def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_child_ends_with_its_parent(tmp_path: Path, sign: signal.Signals) -> None:
     pid_file = tmp_path / "pid"
     code = (
-        "from pipeline.models.child import run_module; import sys; "
+        # A run in the background starts with SIGINT ignored, and whoever starts us may be one.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from pipeline.models.child import run_module; "
         f"run_module(sys.executable, {CHILD!r}, {{'do': 'sleep', 'pid_file': {str(pid_file)!r}}}, {str(tmp_path / 'log')!r})"
     )
     root = Path(__file__).resolve().parents[3]
