@@ -89,7 +89,7 @@ def _overrides(given: list[str]) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from pipeline.planning import as_csv, plan_of, render_plan
+    from pipeline.planning import as_csv, plan_of, plan_rows, render_plan
     from pipeline.planning.inputs import read_lengths, with_model_folder
 
     settings = load_settings(_overrides(arguments.overrides))
@@ -101,7 +101,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         from pipeline.planning.plot import write_plot
 
-        print(f"plot: {write_plot(settings, plan, arguments.plot)}", file=sys.stderr)
+        path = write_plot(plan_rows(settings, counted), plan, arguments.plot)
+        print(f"plot: {path}", file=sys.stderr)
     if arguments.csv:
         print(as_csv(plan), end="")
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.capacity.budget import GIB, Budget, Card
 from pipeline.capacity.geometry import Geometry
@@ -33,11 +34,6 @@ class Row:
     @property
     def kappa_bytes(self) -> int:
         return self.layout.kappa_bytes
-
-    @property
-    def formula_sequences(self) -> int:
-        """floor(budget / (kappa * S)): the textbook's number, without blocks."""
-        return max(0, self.budget.bytes) // (self.kappa_bytes * self.pool.max_model_len)
 
     def at(self, max_model_len: int) -> KvPool:
         """The same pool read at another length."""
@@ -108,35 +104,17 @@ def explain(hand: HandCalculation, row: Row, card: Card) -> list[Step]:
     """From the hand calculation to the engine's number, one term after another; the last step is the row's own answer."""
     length, kappa = row.pool.max_model_len, row.kappa_bytes
     steps = [Step("by hand", "", "", hand.budget_bytes, hand.sequences(kappa, length))]
-
-    def step(term: str, before: str, after: str, now: HandCalculation) -> HandCalculation:
-        steps.append(Step(term, before, after, now.budget_bytes, now.sequences(kappa, length)))
-        return now
-
-    now = step(
-        "device memory",
-        _gib(hand.memory_bytes),
-        _gib(card.memory_bytes),
-        replace(hand, memory_bytes=card.memory_bytes),
+    changes: tuple[tuple[str, str, Any, Callable[[Any], str]], ...] = (
+        ("device memory", "memory_bytes", card.memory_bytes, _gib),
+        ("utilization", "utilization", card.utilization, "{:g}".format),
+        ("weights", "weight_bytes", row.weight_bytes, _gib),
+        ("overhead", "overhead_bytes", card.overhead_bytes, _gib),
     )
-    now = step(
-        "utilization",
-        f"{hand.utilization:g}",
-        f"{card.utilization:g}",
-        replace(now, utilization=card.utilization),
-    )
-    now = step(
-        "weights",
-        _gib(hand.weight_bytes),
-        _gib(row.weight_bytes),
-        replace(now, weight_bytes=row.weight_bytes),
-    )
-    now = step(
-        "overhead",
-        _gib(hand.overhead_bytes),
-        _gib(card.overhead_bytes),
-        replace(now, overhead_bytes=card.overhead_bytes),
-    )
+    now = hand
+    for term, field, real, show in changes:
+        now = replace(now, **{field: real})
+        before = show(getattr(hand, field))
+        steps.append(Step(term, before, show(real), now.budget_bytes, now.sequences(kappa, length)))
     whole = row.pool.blocks // row.pool.blocks_per_sequence
     steps.append(Step("whole blocks", "tokens", f"blocks of {row.pool.block_size}", now.budget_bytes, whole))
     steps.append(Step("null block", "0", "1 block", now.budget_bytes, row.pool.fitting_sequences))

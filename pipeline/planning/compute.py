@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.capacity import GIB, Card, Geometry, Row, explain, plan_row
+from pipeline.capacity import GIB, Card, Geometry, Row
 from pipeline.capacity.levers import Answer, Planner, Setup
 from pipeline.planning.scenario import (
+    by_hand_of,
     card_of,
     geometry_of,
-    hand_calculation_of,
-    rank_weights_of,
+    row_of,
     rules_of,
     weights_by_cards,
 )
+from pipeline.results import HandRow
 from pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,19 +41,11 @@ def plan_of(
     geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
     required = settings.policy.required_sequences
     planner = Planner(geometry, weights_by_cards(settings, geometry, counted), card, rules)
-    rows = [
-        plan_row(
-            name, variant.weights, variant.kv_cache_dtype, geometry,
-            rank_weights_of(settings, geometry, variant.weights, counted.get(variant.weights)), card, rules, server.max_model_len,
-            server.tensor_parallel,
-        )
-        for name, variant in settings.variants.items()
-        if name != settings.control
-    ]  # fmt: skip
+    rows = plan_rows(settings, counted)
     variants = []
     for row in rows:
         found = _row(row, required)
-        found["by_hand"] = _by_hand(settings, row, card)
+        found["by_hand"] = _by_hand(by_hand_of(settings, row, card))
         found["longest_for_required"] = planner.longest(_setup(settings, row), required)
         found["weights_counted"] = row.weights in counted
         found["workload"] = None if lengths is None else _workload(row, lengths)
@@ -91,6 +84,16 @@ def plan_of(
     }  # fmt: skip
 
 
+def plan_rows(settings: Settings, counted: Mapping[str, int] | None = None) -> list[Row]:
+    """The row of every variant; the A/A control's would be the reference's again."""
+    geometry, card = geometry_of(settings), card_of(settings)
+    return [
+        row_of(settings, variant, geometry, card, (counted or {}).get(variant.weights))
+        for name, variant in settings.variants.items()
+        if name != settings.control
+    ]
+
+
 def _setup(settings: Settings, row: Row) -> Setup:
     server = settings.server
     return Setup(
@@ -123,28 +126,16 @@ def _row(row: Row, required: int) -> dict[str, Any]:
     }
 
 
-def _by_hand(settings: Settings, row: Row, card: Card) -> dict[str, Any] | None:
-    hand = hand_calculation_of(settings, row.weights)
-    if hand is None:
+def _by_hand(found: HandRow | None) -> dict[str, Any] | None:
+    if found is None:
         return None
-    steps = explain(hand, row, card)
-    return {
-        "budget_gib": round(steps[0].budget_bytes / GIB, 2),
-        "sequences": steps[0].sequences,
-        "steps": [
-            {
-                "term": step.term, "by_hand": step.by_hand, "real": step.real,
-                "budget_gib": round(step.budget_bytes / GIB, 2), "sequences": step.sequences,
-            }
-            for step in steps
-        ],
-    }  # fmt: skip
+    budget_gib = round(found.budget_bytes / GIB, 2)
+    return {"budget_gib": budget_gib, "sequences": found.sequences, "steps": found.steps}
 
 
 def _workload(row: Row, lengths: Lengths) -> dict[str, Any]:
-    from pipeline.capacity.workload import (
-        workload_capacity,  # brings numpy, which a plan without a workload needn't load
-    )
+    # It brings numpy, which a plan without a workload needn't load.
+    from pipeline.capacity.workload import workload_capacity
 
     return asdict(workload_capacity(row, lengths))
 

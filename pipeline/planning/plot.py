@@ -5,24 +5,23 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.capacity import plan_row
+from pipeline.capacity import Row
 from pipeline.errors import UserInputError
 from pipeline.files import write_bytes, write_text
-from pipeline.planning.scenario import card_of, geometry_of, rank_weights_of, rules_of
-from pipeline.settings import Settings
 
 COLOURS = ("#1f5fa8", "#c2571a", "#2f8f5b", "#8a4fa3", "#a8323e", "#5c6570")
 DOTS_PER_INCH = 150
 
 
-def write_plot(settings: Settings, plan: dict[str, Any], path: Path) -> Path:
-    """Draw to `path`, whose ending chooses the format; `UserInputError` for another one."""
+def write_plot(rows: Sequence[Row], plan: dict[str, Any], path: Path) -> Path:
+    """Draw the plan's rows to `path`, whose ending chooses the format; `UserInputError` for another one."""
     if path.suffix not in (".png", ".html"):
         raise UserInputError(f"--plot {path}: the file's name must end in .png or .html")
-    image = _draw(settings, plan)
+    image = _draw(rows, plan)
     if path.suffix == ".png":
         return write_bytes(path, image)
     title = html.escape(f"{plan['model']} on {plan['device']}: sequences against context")
@@ -46,28 +45,21 @@ def _table(plan: dict[str, Any]) -> str:
     return f"<p>At {plan['max_model_len']:,} tokens per sequence:</p><table><tr>{head}{rows}</table>"
 
 
-def _draw(settings: Settings, plan: dict[str, Any]) -> bytes:
+def _draw(rows: Sequence[Row], plan: dict[str, Any]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
-    lengths = _lengths(rules.block_size, geometry.max_position)
-    for index, found in enumerate(plan["variants"]):
-        variant = settings.variants[found["variant"]]
-        row = plan_row(
-            variant.name, variant.weights, variant.kv_cache_dtype, geometry,
-            rank_weights_of(settings, geometry, variant.weights), card, rules, settings.server.max_model_len,
-            settings.server.tensor_parallel,
-        )  # fmt: skip
+    lengths = _lengths(plan["block_size"], plan["long_context"]["model_max_tokens"])
+    for index, row in enumerate(rows):
         budgets = (row.budget.bytes, row.budget.low_bytes, row.budget.high_bytes)
         fits, low, high = (
             [row.layout.pool(max(0, budget), length).fitting_sequences for length in lengths]
             for budget in budgets
         )
         colour = COLOURS[index % len(COLOURS)]
-        axes.plot(lengths, fits, color=colour, label=f"{variant.name}: {found['sequences']}")
+        axes.plot(lengths, fits, color=colour, label=f"{row.variant}: {row.pool.fitting_sequences}")
         axes.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
     required = plan["required_sequences"]
     axes.axhline(required, color="#444", linestyle="--", linewidth=1)

@@ -11,13 +11,17 @@ from pipeline.capacity import (
     EngineRules,
     Geometry,
     HandCalculation,
+    Row,
     Term,
     WeightScheme,
+    explain,
+    plan_row,
     rank_weight_bytes,
     weight_bytes,
 )
 from pipeline.errors import UserInputError
-from pipeline.settings import Settings
+from pipeline.results import HandRow
+from pipeline.settings import Settings, VariantSettings
 
 # vLLM 0.32 engine/arg_utils.py, get_batch_defaults: tokens per scheduler step of the API server where none are asked for.
 BATCHED_TOKENS = ((160, 16_384), (70, 8_192), (0, 2_048))
@@ -108,14 +112,51 @@ def weights_by_cards(
     return {weights: of(weights) for weights in ["bf16", *settings.quantizers]}
 
 
-def hand_calculation_of(settings: Settings, weights: str) -> HandCalculation | None:
-    """The back-of-the-envelope arithmetic, where the profile gives its figures for this scheme."""
+def row_of(
+    settings: Settings,
+    variant: VariantSettings,
+    geometry: Geometry,
+    card: Card,
+    counted_bytes: int | None = None,
+) -> Row:
+    """The planner's row of a variant. `counted_bytes`: those of the checkpoint at hand, else computed."""
+    server = settings.server
+    return plan_row(
+        variant.name,
+        variant.weights,
+        variant.kv_cache_dtype,
+        geometry,
+        rank_weights_of(settings, geometry, variant.weights, counted_bytes),
+        card,
+        rules_of(settings),
+        server.max_model_len,
+        server.tensor_parallel,
+    )
+
+
+def by_hand_of(settings: Settings, row: Row, card: Card) -> HandRow | None:
+    """The back-of-the-envelope number and its way to the row's, where the profile gives its figures for these weights."""
     hand = settings.hand_calculation
-    if hand is None or weights not in hand.weights_gib:
+    if hand is None or row.weights not in hand.weights_gib:
         return None
-    return HandCalculation(
+    calculation = HandCalculation(
         int(hand.memory_gib * GIB),
         hand.memory_utilization,
-        int(hand.weights_gib[weights] * GIB),
+        int(hand.weights_gib[row.weights] * GIB),
         int(hand.overhead_gib * GIB),
+    )
+    steps = explain(calculation, row, card)
+    return HandRow(
+        budget_bytes=steps[0].budget_bytes,
+        sequences=steps[0].sequences,
+        steps=[
+            {
+                "term": step.term,
+                "by_hand": step.by_hand,
+                "real": step.real,
+                "budget_gib": round(step.budget_bytes / GIB, 2),
+                "sequences": step.sequences,
+            }
+            for step in steps
+        ],
     )

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentUnfitError
-from pipeline.files import sha256_file
 
 
 class RequestCache:
@@ -79,12 +78,6 @@ class RequestCache:
         if finished:
             for suffix in ("", "-wal", "-shm"):
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-
-
-def checkpoint_sha256(folder: Path) -> str:
-    """Identity of a checkpoint: the names and bytes of all its files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return _digest({str(path.relative_to(folder)): sha256_file(path) for path in files})
 
 
 def _digest(value: Mapping[str, Any]) -> str:

@@ -92,6 +92,8 @@ def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
             content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except yaml.YAMLError as error:
             raise UserInputError(f"{path}: not valid YAML ({_one_line(error)})") from None
+        if not isinstance(content, dict):
+            raise UserInputError(f"{path}: must be a mapping of keys")
         for entry in content.get("defaults", []):
             if isinstance(entry, dict):
                 chosen |= {str(key).removeprefix("override /"): str(value) for key, value in entry.items()}

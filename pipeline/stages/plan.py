@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 
-from pipeline.capacity import GIB, Card, Geometry, Row, explain, plan_row
+from pipeline.capacity import Card, Geometry, Row
 from pipeline.capacity.reconcile import planned_terms
 from pipeline.files import read_json
 from pipeline.models.check import weight_bytes
-from pipeline.planning.scenario import card_of, hand_calculation_of, rank_weights_of, rules_of
-from pipeline.results import BudgetTerm, Capacity, HandRow, Plan, PlanRow, save
+from pipeline.planning.scenario import by_hand_of, card_of, row_of
+from pipeline.results import BudgetTerm, Capacity, Plan, PlanRow, save
 from pipeline.settings import Settings, VariantSettings
 from pipeline.stages.context import RESULTS, stage_main, weights_folder
 
@@ -33,7 +33,7 @@ def run(settings: Settings, _: str) -> None:
                 )
                 for term in planned_terms(card, row.weight_bytes)
             ],
-            by_hand=_by_hand(settings, row, card),
+            by_hand=by_hand_of(settings, row, card),
             capacity=_capacity(row),
         )  # fmt: skip
         rows.append(record)
@@ -59,35 +59,7 @@ def _row(settings: Settings, variant: VariantSettings, card: Card) -> Row:
     folder = weights_folder(variant.weights)
     path = folder / "config.json"
     geometry = Geometry.from_config(read_json(path), str(path))
-    return plan_row(
-        variant.name,
-        variant.weights,
-        variant.kv_cache_dtype,
-        geometry,
-        rank_weights_of(settings, geometry, variant.weights, weight_bytes(folder)),
-        card,
-        rules_of(settings),
-        settings.server.max_model_len,
-        settings.server.tensor_parallel,
-    )
-
-
-def _by_hand(settings: Settings, row: Row, card: Card) -> HandRow | None:
-    hand = hand_calculation_of(settings, row.weights)
-    if hand is None:
-        return None
-    steps = explain(hand, row, card)
-    return HandRow(
-        budget_bytes=steps[0].budget_bytes,
-        sequences=steps[0].sequences,
-        steps=[
-            {
-                "term": step.term, "by_hand": step.by_hand, "real": step.real,
-                "budget_gib": round(step.budget_bytes / GIB, 2), "sequences": step.sequences,
-            }
-            for step in steps
-        ],
-    )  # fmt: skip
+    return row_of(settings, variant, geometry, card, weight_bytes(folder))
 
 
 def _capacity(row: Row) -> Capacity:

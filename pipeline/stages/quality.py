@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError
-from pipeline.quality.cache import RequestCache, checkpoint_sha256
+from pipeline.files import sha256_tree
+from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import check_no_leak, load_items, load_texts, sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
 from pipeline.quality.sequential import Looks, plan_looks
@@ -55,7 +56,7 @@ def run(settings: Settings, name: str) -> None:
     # variant give the same answers and a delta is the variant's, not the batching's.
     spec = serve_spec(settings, variant, planned(name), max_num_seqs=1)
     logs = LOGS / "quality" / name
-    checkpoint = checkpoint_sha256(weights_folder(variant.weights))
+    checkpoint = sha256_tree(weights_folder(variant.weights))
     with serve(spec, interpreter("serve"), logs / "serve.log", settings.server.startup_timeout_s) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         source = provenance(server, parse_log(server.log_text()), machine)

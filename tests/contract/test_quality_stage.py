@@ -16,22 +16,11 @@ from pipeline.settings import Settings, load_settings
 from pipeline.stages import quality
 from tests.support import sample_results
 from tests.support.mock_vllm import fake_python
+from tests.support.zoo_set import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRE_SAME_ENGINE = quality._require_same_engine  # the fixture takes it out
 FOLDERS = {"bf16": "bf16", "bf16-again": "bf16", "bf16-fp8kv": "bf16", "awq": "awq"}
-YAML = """\
-task: zoo
-dataset_path: json
-dataset_kwargs: {data_files: {test: items.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-target_delimiter: ""
-metric_list: [{metric: acc}]
-"""
 
 
 @pytest.fixture

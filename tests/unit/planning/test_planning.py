@@ -16,7 +16,7 @@ import pytest
 from pipeline.capacity import GIB
 from pipeline.cli import main
 from pipeline.errors import UserInputError
-from pipeline.planning import as_csv, plan_of, render_plan
+from pipeline.planning import as_csv, plan_of, plan_rows, render_plan
 from pipeline.planning.calibrate import calibrate
 from pipeline.planning.inputs import read_lengths, with_model_folder
 from pipeline.planning.plot import write_plot
@@ -107,13 +107,13 @@ def test_two_cards_hold_more_than_twice(rtx4090: Settings, plan: dict[str, Any])
 
 
 def test_plots_are_real_files(rtx4090: Settings, plan: dict[str, Any], tmp_path: Path) -> None:
-    image = write_plot(rtx4090, plan, tmp_path / "plan.png").read_bytes()
+    image = write_plot(plan_rows(rtx4090), plan, tmp_path / "plan.png").read_bytes()
     assert image.startswith(b"\x89PNG")
-    page = write_plot(rtx4090, plan, tmp_path / "plan.html").read_text(encoding="utf-8")
+    page = write_plot(plan_rows(rtx4090), plan, tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "http" not in page.split("base64,")[0]
     with pytest.raises(UserInputError, match=r"must end in \.png or \.html"):
-        write_plot(rtx4090, plan, tmp_path / "plan.svg")
+        write_plot(plan_rows(rtx4090), plan, tmp_path / "plan.svg")
 
 
 def test_engine_defaults_follow_the_device(rtx4090: Settings, demo: Settings) -> None:

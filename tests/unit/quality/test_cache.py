@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EnvironmentUnfitError
-from pipeline.quality.cache import RequestCache, checkpoint_sha256
+from pipeline.files import sha256_tree
+from pipeline.quality.cache import RequestCache
 
 AWQ = {"variant": "awq", "checkpoint": "c"}
 
@@ -48,8 +49,8 @@ def test_a_cut_file_is_begun_anew(tmp_path: Path) -> None:
 
 def test_a_checkpoints_identity_is_its_names_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"weights")
-    first = checkpoint_sha256(tmp_path)
+    first = sha256_tree(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"weightz")
-    second = checkpoint_sha256(tmp_path)
+    second = sha256_tree(tmp_path)
     (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
-    assert len({first, second, checkpoint_sha256(tmp_path)}) == 3
+    assert len({first, second, sha256_tree(tmp_path)}) == 3
