@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from tests.support.mock_vllm import REPOSITORY, start_mock
 from tests.support.scripted_times import SCRIPTS, Script, run_script
 
 TTFT_S, ITL_S = 0.2, 0.02
+CLOCK_S = 0.001  # two processes, one clock, and the rounding of a sleep
 SLACK_S = 0.2  # of a shared two-core machine that runs client and mock at once
 SLO = Slo(Limits(ttft_ms=500, tpot_ms=60), percentile=0.8, confidence=0.9)
 
@@ -38,13 +40,23 @@ def figures(result: CellResult) -> LoadLevel:
 def test_every_request_has_the_times_of_its_own_script(
     session: LoadSession, model: Path, script: Script
 ) -> None:
-    """No request is faster than scripted, and a noisy machine apart none is another's; `make bench` holds 1 ms + 1 %."""
+    """No request ends before its script does, and each is nearer to its own than a mix-up would leave it.
+
+    Only lower bounds are sharp: a busy machine delivers late, never early. TPOT is a difference of two times, so a first
+    token that came late takes from it what E2EL doesn't show; `make bench` holds all three to 1 ms + 1 %.
+    """
     found = run_script(session, model, script)
     assert all(record.completed for record in found.result.records)
-    for metric, measured in found.measured.items():
-        errors = sorted(m - s for m, s in zip(measured, found.scripted[metric], strict=True))
-        assert errors[0] > -0.002, metric
-        assert errors[len(errors) // 2] < 0.1 * min(found.scripted[metric]) + SLACK_S, metric
+    late = {
+        metric: [m - s for m, s in zip(measured, found.scripted[metric], strict=True)]
+        for metric, measured in found.measured.items()
+    }
+    gaps = script.tokens - 1
+    for first, end, gap in zip(late["TTFT"], late["E2EL"], late["TPOT"], strict=True):
+        assert min(first, end) > -CLOCK_S
+        assert gap == pytest.approx((end - first) / gaps, abs=CLOCK_S)
+    for metric in ("TTFT", "E2EL"):
+        assert statistics.median(late[metric]) < 0.25 * min(found.scripted[metric]) + SLACK_S, metric
     level = figures(found.result)
     sent = len(found.result.records)
     assert (level.input_tokens, level.output_tokens) == (100 * sent, script.tokens * sent)
