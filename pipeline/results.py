@@ -86,6 +86,22 @@ class Capacity(Record):
 # --- environment ----------------------------------------------------------------------------------------------
 
 
+class Gpu(Record):
+    """One card, or one MIG slice of a card, as NVML describes it: nothing that changes while the driver stays."""
+
+    index: int = Field(description="NVML's, in PCI bus order; of a slice that of its card")
+    uuid: str
+    name: str
+    memory_total_bytes: int
+    memory_visible_bytes: int = Field(
+        description="less what driver and firmware reserve: what torch sees. An RTX 4090 has 24,564 MiB, 354 of them reserved"
+    )
+    compute_capability: str
+    driver: str
+    cuda: str = Field(description="newest CUDA version that the driver runs")
+    mig: bool = Field(description="a slice, or a card that is cut into slices")
+
+
 class Environment(Record):
     """The machine that produced the numbers. Nothing in it may change between two runs on one machine."""
 
@@ -95,7 +111,7 @@ class Environment(Record):
     )
     cpu_count: int
     memory_bytes: int
-    gpus: list[dict[str, Any]] = Field(description="name, memory_total_bytes, compute_capability, driver")
+    gpus: list[Gpu]
     platform: str
     python: str
     packages: dict[str, dict[str, str]] = Field(description="environment name -> package -> version")
@@ -156,6 +172,53 @@ class Plan(Record):
 # --- measure --------------------------------------------------------------------------------------------------
 
 
+class GpuProcess(Record):
+    """Somebody who holds memory of a card."""
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None = Field(description="null where the driver doesn't say (WSL)")
+
+
+class GpuMemory(Record):
+    """What others held of one card before the engine started and once it was ready: its memory profile lies between."""
+
+    uuid: str
+    name: str
+    visible_bytes: int
+    held_before_bytes: int = Field(
+        description="taken before the start, by whomever; nothing of it is the engine's"
+    )
+    others_before: list[GpuProcess]
+    others_after: list[GpuProcess] | None = Field(
+        description="null where the engine's own processes can't be told apart (a container with pids of its own)"
+    )
+    changed_bytes: int | None = Field(
+        description="what the others' processes held more (or less) after the start; null where that isn't known"
+    )
+
+
+class GpuLoad(Record):
+    """One card under load, from readings once a second while requests were running. A figure it doesn't give is null."""
+
+    uuid: str
+    name: str
+    readings: int
+    sm_clock_mhz: tuple[int, float, int] | None = Field(description="lowest, mean, highest")
+    memory_clock_mhz: tuple[int, float, int] | None = Field(description="lowest, mean, highest")
+    temperature_max_c: int | None
+    power_mean_w: float | None
+    power_max_w: float | None
+    power_limit_w: float | None
+    utilization_mean: float | None = Field(description="0..1: share of the time in which some kernel ran")
+    slowed: dict[str, float] | None = Field(
+        description="why the card ran below its clocks -> share of the readings, heat and emergency brakes only"
+    )
+    power_capped: float | None = Field(
+        description="share of the readings at the power limit: usual under full load"
+    )
+
+
 class Provenance(Record):
     """Which kernels, scales, versions and hardware produced a number."""
 
@@ -171,6 +234,10 @@ class Provenance(Record):
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
     cpu_flags: list[str]
     gpu: str | None
+    gpu_memory: list[GpuMemory] | None = Field(default=None, description="null on a CPU")
+    gpu_load: list[GpuLoad] | None = Field(
+        default=None, description="null on a CPU, and where no load ran; quality is scored, not loaded"
+    )
     log_file: str
 
 

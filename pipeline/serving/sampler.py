@@ -1,10 +1,11 @@
-"""Follows a server's metrics while something else loads it."""
+"""Follows a server's metrics, and its cards, while something else loads it."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,14 +30,20 @@ COLUMNS = (
 class MetricsSampler:
     """Reads `/metrics` every `interval_s` in a thread, from entry to exit, with one reading at each end.
 
-    `timeline` holds one dict per reading: `t_s` (time.monotonic() halfway through the request) and COLUMNS. A reading that
-    fails is left out, never guessed: `failures` counts them. It never raises into the load: a dead server is `Server.check`'s
-    business.
+    `timeline` holds one dict per reading: `t_s` (time.monotonic() halfway through the request), COLUMNS, and `gpus`, what
+    `read_gpus` answered (None where it had nothing new, and always on a CPU). A reading that fails is left out, never guessed:
+    `failures` counts them. It never raises into the load: a dead server is `Server.check`'s business.
     """
 
-    def __init__(self, base_url: str, interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        interval_s: float = 1.0,
+        read_gpus: Callable[[], list[dict[str, Any]] | None] = lambda: None,
+    ) -> None:
         self.base_url = base_url
         self.interval_s = interval_s
+        self.read_gpus = read_gpus
         self.timeline: list[dict[str, Any]] = []
         self.failures = 0
         self._stop = threading.Event()
@@ -78,5 +85,6 @@ class MetricsSampler:
         except (requests.RequestException, ValueError):
             self.failures += 1
             return
-        row = {"t_s": (before + time.monotonic()) / 2}
-        self.timeline.append(row | {name: getattr(snapshot, name) for name in COLUMNS})
+        row: dict[str, Any] = {"t_s": (before + time.monotonic()) / 2}
+        row |= {name: getattr(snapshot, name) for name in COLUMNS}
+        self.timeline.append(row | {"gpus": self.read_gpus()})

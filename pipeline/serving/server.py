@@ -17,16 +17,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import requests
 
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError
+from pipeline.gpu import engine_environment
+from pipeline.results import Gpu, GpuMemory
+from pipeline.serving.cards import cards_of, memory_after, memory_before
 from pipeline.serving.command import ServeSpec, build_command, build_environment
 from pipeline.serving.failures import failure_cause
-from pipeline.serving.lease import engine_lease
+from pipeline.serving.lease import engine_leases
 
 STOP_GRACE_S = 20.0
 CONNECTION_TRIES = 3
@@ -42,23 +45,28 @@ def serve(
     startup_timeout_s: float,
     *,
     port: int | None = None,
-    lease_path: Path | None = None,
+    lease_folder: Path | None = None,
     lease_timeout_s: float = 3600.0,
+    nvml: Any = None,
 ) -> Iterator[Server]:
     """Start the server of `spec` with the serve environment's `python`, yield it ready, and stop it.
 
     The log is written anew to `log_path`. Raises `EnvironmentUnfitError` (busy port, no such Python, another engine that does
     not end) and `EngineFailedError` (it died, or was not ready within `startup_timeout_s`; cause and log path in the message).
-    Only the time from the start of the process counts against `startup_timeout_s`, not the wait for the machine's lease.
+    Only the time from the start of the process counts against `startup_timeout_s`, not the wait for the lease of its cards (of
+    the machine, on a CPU). `nvml` stands in for the module pynvml in tests.
     """
     if not Path(python).is_file():
         raise EnvironmentUnfitError(f"{python}: no such Python; `make repro` builds the serve environment")
-    with engine_lease(lease_path, lease_timeout_s) as lease:
+    gpus = cards_of(spec, nvml)
+    with engine_leases([gpu.uuid for gpu in gpus], lease_folder, lease_timeout_s) as leases:
         chosen = _free_port() if port is None else _require_free(port)
-        server = Server(spec, build_command(spec, python, chosen), chosen, Path(log_path))
+        server = Server(spec, build_command(spec, python, chosen), chosen, Path(log_path), gpus)
         try:
-            server._start(build_environment(spec), lease)
+            before = memory_before(gpus, nvml)
+            server._start(build_environment(spec) | engine_environment(gpus), leases)
             server._wait_until_ready(startup_timeout_s)
+            server.gpu_memory = memory_after(before, gpus, server.pid, nvml)
             yield server
         finally:
             server._stop()
@@ -67,13 +75,17 @@ def serve(
 class Server:
     """A started server. Made by `serve` only."""
 
-    def __init__(self, spec: ServeSpec, command: list[str], port: int, log_path: Path) -> None:
+    def __init__(
+        self, spec: ServeSpec, command: list[str], port: int, log_path: Path, gpus: Sequence[Gpu] = ()
+    ) -> None:
         self.spec = spec
         self.command = command
         self.port = port
         self.log_path = log_path
         self.base_url = f"http://127.0.0.1:{port}"
         self.served_name = spec.served_name
+        self.gpus = tuple(gpus)
+        self.gpu_memory: list[GpuMemory] = []
         self.startup_s = 0.0
         self.stop_grace_s = STOP_GRACE_S
         self.pid = 0
@@ -113,7 +125,7 @@ class Server:
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def _start(self, environment: dict[str, str], lease: int) -> None:
+    def _start(self, environment: dict[str, str], leases: tuple[int, ...]) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
         self._guard = subprocess.Popen(
@@ -122,7 +134,7 @@ class Server:
             stdout=subprocess.PIPE,
             bufsize=0,
             cwd=REPOSITORY,
-            pass_fds=(lease,),
+            pass_fds=leases,
             start_new_session=True,
         )
         request = {"command": self.command, "environment": environment, "log": str(self.log_path.resolve())}

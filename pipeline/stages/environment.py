@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 from pipeline.environments import ENVIRONMENTS, lock_file
 from pipeline.files import sha256_file
+from pipeline.gpu import read_gpus
 from pipeline.results import Environment, save
 from pipeline.settings import Settings
 from pipeline.stages.context import RESULTS, stage_main
@@ -37,7 +37,7 @@ def describe_machine() -> Environment:
         cpu_flags=flags,
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=_gpus(),
+        gpus=read_gpus(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages={name: _locked(name) for name in ENVIRONMENTS},
@@ -56,29 +56,6 @@ def _cpu() -> tuple[str, list[str]]:
             flags = [flag for flag in KERNEL_FLAGS if flag in present]
             break
     return model, flags
-
-
-def _gpus() -> list[dict[str, object]]:
-    query = "name,memory.total,compute_cap,driver_version"
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return []
-    cards = []
-    for line in answer.stdout.splitlines():
-        name, memory, capability, driver = (part.strip() for part in line.split(","))
-        cards.append(
-            {
-                "name": name,
-                "memory_total_bytes": int(memory) * 1024**2,
-                "compute_capability": capability,
-                "driver": driver,
-            }
-        )
-    return cards
 
 
 def _locked(name: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError, QuantgateError
 from pipeline.files import write_json
+from pipeline.gpu import GpuSampler, summarise
 from pipeline.load.driver import make_driver
 from pipeline.load.fill import plan_fill
 from pipeline.load.judge import boundary
@@ -65,7 +66,10 @@ def run(settings: Settings, name: str) -> None:
         )
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
-        with MetricsSampler(server.base_url, SAMPLE_INTERVAL_S) as sampler:
+        with (
+            GpuSampler(server.gpus) as read_gpus,
+            MetricsSampler(server.base_url, SAMPLE_INTERVAL_S, read_gpus) as sampler,
+        ):
             try:
                 run_load(plan(reported_tokens=tokens), session, server, sampler, outcome)
             except EngineFailedError as error:
@@ -78,7 +82,8 @@ def run(settings: Settings, name: str) -> None:
     timeline_file = folder / f"{name}.timeline.jsonl"
     write_records(requests_file, outcome.records)
     sampler.write(timeline_file)
-    source = provenance(server, signals, machine)
+    load = summarise(server.gpus, sampler.timeline, read_gpus.power_limits_w)
+    source = provenance(server, signals, machine, load)
     save(folder / f"{name}.engine.json", EngineFacts.of(source, capacity.reported_tokens))
     save(
         folder / f"{name}.json",

@@ -19,6 +19,7 @@ from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
 from pipeline.report.sections.flips import score_lead
 from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
+from pipeline.tracking.cards import card_figures, card_tags
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
 MAX_TAG_CHARACTERS = 8000  # the same file, MAX_TAG_VAL_LENGTH
@@ -58,7 +59,7 @@ def variant_content(bundle: ResultBundle, variant: str) -> RunContent:
         variant,
         _variant_params(bundle, variant),
         tuple(_variant_metrics(bundle, variant)),
-        _common_tags(bundle, tags),
+        _common_tags(bundle, {**tags, **card_tags(result.provenance)}),
     )
 
 
@@ -207,6 +208,7 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
     yield from _points(_capacity_figures(result))
     yield from _points(_quality_figures(result, quality))
     yield from _points(_divergence_figures(result))
+    yield from _points(card_figures(result.provenance))
     if row is not None:
         yield from _points({"weight_bytes": row.weight_bytes, **_quantization_figures(bundle, row.weights)})
     if result.throughput is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EnvironmentUnfitError
-from pipeline.serving.lease import default_lease_path, engine_lease
+from pipeline.serving.lease import default_lease_folder, engine_lease
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -63,8 +63,8 @@ def test_free_again_after_use(tmp_path: Path) -> None:
             pass
 
 
-def test_default_path_does_not_depend_on_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder_does_not_depend_on_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/one")
-    first = default_lease_path()
+    first = default_lease_folder()
     monkeypatch.setenv("HOME", "/two")
-    assert default_lease_path() == first
+    assert default_lease_folder() == first

@@ -53,7 +53,7 @@ def start(tmp_path: Path) -> Callable[..., Any]:
             tmp_path / "serve.log",
             startup_timeout_s,
             port=port,
-            lease_path=tmp_path / "lease" / "engine.lock",
+            lease_folder=tmp_path / "lease",
         )
 
     return begin
@@ -254,7 +254,7 @@ from pathlib import Path
 from pipeline.serving.server import serve
 from tests.contract.test_serving_lifecycle import spec
 folder = Path(sys.argv[1])
-with serve(spec(), folder / "python", folder / "serve.log", 20, lease_path=folder / "lease" / "engine.lock") as server:
+with serve(spec(), folder / "python", folder / "serve.log", 20, lease_folder=folder / "lease") as server:
     print("ready", server.pid, flush=True)
     time.sleep(600)
 """

@@ -40,7 +40,7 @@ def test_sees_the_pool_fill_and_empty(tmp_path: Path) -> None:
     assert rows[-1]["generation_tokens_total"] == 300
     assert rows[-1]["prompt_tokens_total"] == 900
     assert rows[-1]["preemptions_total"] == 3
-    assert all(set(row) == {"t_s", *COLUMNS} for row in rows)
+    assert all(set(row) == {"t_s", *COLUMNS, "gpus"} and row["gpus"] is None for row in rows)
     times = [row["t_s"] for row in rows]
     assert times == sorted(times)
     written = sampler.write(tmp_path / "timeline.jsonl").read_text().splitlines()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.report.bundle import ResultBundle
+from pipeline.report.cards import cards_table
 from pipeline.report.sections.base import Section
 from pipeline.report.table import Cell, Column, Table, name, words
 from pipeline.report.wording import NOT_MEASURED, mebibytes, seconds
@@ -19,7 +20,13 @@ def section(bundle: ResultBundle) -> Section:
         "provenance",
         "Provenance",
         ["What actually ran, read from the engine's own log and the machine, not from what was asked for."],
-        [engine_table(bundle), machine_table(bundle), packages_table(bundle), settings_table(bundle)],
+        [
+            engine_table(bundle),
+            *filter(None, [cards_table(bundle)]),
+            machine_table(bundle),
+            packages_table(bundle),
+            settings_table(bundle),
+        ],
     )
 
 
@@ -76,7 +83,9 @@ def machine_table(bundle: ResultBundle) -> Table:
     """The machine that ran it."""
     found = bundle.environment
     gpus = "; ".join(
-        f"{gpu.get('name', 'unnamed')} ({mebibytes(gpu.get('memory_total_bytes'))})" for gpu in found.gpus
+        f"{gpu.name} ({mebibytes(gpu.memory_total_bytes)}, {mebibytes(gpu.memory_visible_bytes)} visible, compute "
+        f"capability {gpu.compute_capability}, driver {gpu.driver})"
+        for gpu in found.gpus
     )
     facts = {
         "Processor": f"{found.cpu_model}, {found.cpu_count} CPUs",

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from pipeline.results import Environment
+from pipeline.gpu import read_gpus
+from pipeline.results import Environment, Gpu, GpuMemory
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import parse_log
+from tests.support.recorded_nvml import RecordedNvml, rtx_4090
 
 RECORDED = Path(__file__).resolve().parents[2] / "contract" / "recorded"
 
@@ -18,6 +20,8 @@ RECORDED = Path(__file__).resolve().parents[2] / "contract" / "recorded"
 class StoppedServer:
     command: list[str]
     log_path: Path
+    gpus: tuple[Gpu, ...] = ()
+    gpu_memory: tuple[GpuMemory, ...] = ()
 
 
 def environment(**changes: Any) -> Environment:
@@ -35,8 +39,8 @@ def environment(**changes: Any) -> Environment:
     return Environment(**{**values, **changes})
 
 
-def of(log: str, **changes: Any) -> dict[str, Any]:
-    server = cast(Server, StoppedServer(["python", "-m", "vllm"], Path("results/logs/serve.log")))
+def of(log: str, gpus: tuple[Gpu, ...] = (), **changes: Any) -> dict[str, Any]:
+    server = cast(Server, StoppedServer(["python", "-m", "vllm"], Path("results/logs/serve.log"), gpus))
     return provenance(server, parse_log(log), environment(**changes)).model_dump()
 
 
@@ -53,6 +57,8 @@ def test_everything_the_log_says_arrives() -> None:
         "emulated": [],
         "cpu_flags": ["avx2"],
         "gpu": None,
+        "gpu_memory": None,
+        "gpu_load": None,
         "log_file": "results/logs/serve.log",
     }
 
@@ -65,7 +71,6 @@ def test_silent_log_gives_none_except_for_the_installed_version() -> None:
 
 
 def test_a_card_is_named() -> None:
-    card = {"name": "NVIDIA GeForce RTX 4090", "memory_total_bytes": 24_564 * 2**20}
-    found = of("", gpus=[card], packages={"serve": {"vllm": "0.32.0"}})
+    found = of("", tuple(read_gpus(RecordedNvml(rtx_4090()))), packages={"serve": {"vllm": "0.32.0"}})
     assert found["gpu"] == "NVIDIA GeForce RTX 4090"
     assert found["engine"] == "vllm"
