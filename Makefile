@@ -8,7 +8,7 @@ BIN := .venv/orchestrator/bin
 help: ## what there is
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-environments: ## build every environment of the demo (instant when built)
+environments: ## build what the profile in params.yaml needs (a second when built)
 	@$(PYTHON3) -m pipeline.environments
 
 repro: environments ## quantize, serve, measure, evaluate, decide; then say where the report is

@@ -125,10 +125,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> None:
     from pipeline.doctor import examine, verdict
+    from pipeline.environments.needed import environments_of
     from pipeline.stages.environment import describe_machine
 
     settings = load_settings(_overrides(arguments.overrides))
-    checks = examine(settings, describe_machine())
+    checks = examine(settings, describe_machine(environments_of(settings)))
     error = verdict(checks)
     if arguments.json:
         found = {

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.capacity import GIB
-from pipeline.environments.build import ENVIRONMENTS, environment_folder, is_complete
+from pipeline.environments.build import environment_folder, is_complete
+from pipeline.environments.needed import environments_of
 from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.files import cache_folder
 from pipeline.planning import plan_of
@@ -33,7 +34,7 @@ class Check:
 def examine(settings: Settings, machine: Environment) -> list[Check]:
     """All checks of a profile on this machine, in reading order."""
     checks = [_processor(settings, machine), _memory(settings, machine), _disk(settings)]
-    checks += [_environment(name) for name in ENVIRONMENTS]
+    checks += [_environment(name) for name in environments_of(settings)]
     checks.append(_guard("eval set", lambda: _evalset(settings)))
     checks.append(_guard("plan", lambda: _plan(settings)))
     return checks
@@ -98,7 +99,10 @@ def _environment(name: str) -> Check:
     if is_complete(environment_folder(name)):
         return Check(f"environment {name}", "ok", "built from the current lock")
     return Check(
-        f"environment {name}", "warn", "not built yet", f"`make environments` builds it in {cache_folder()}"
+        f"environment {name}",
+        "warn",
+        "not built yet",
+        f"`python3 -m pipeline.environments {name}` builds it in {cache_folder()}",
     )
 
 

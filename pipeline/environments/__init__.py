@@ -5,7 +5,7 @@ user's cache folder under its lock's hash and the Python version, and `.venv/<na
 second clone, a test's clone or DVC's temporary workspace finds it built. A changed lock is another folder, so an
 old environment is never half-updated.
 
-Standard library only: this code runs before anything is installed.
+Standard library only: this code runs before anything is installed (`needed` alone reads settings, inside the orchestrator's).
 """
 
 from pipeline.environments.build import ENVIRONMENTS, ensure, interpreter, lock_file

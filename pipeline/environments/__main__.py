@@ -1,4 +1,8 @@
-"""`python3 -m pipeline.environments [NAME …]` builds; `… lock [NAME …]` resolves the locks anew (needs uv)."""
+"""`python3 -m pipeline.environments [NAME …]` builds; `… lock [NAME …]` resolves the locks anew (needs uv).
+
+Without a name it builds what the profile in params.yaml needs. Whatever else is asked for later (a test's environment, another
+profile's quantizer) is built then.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 from pipeline.environments.build import ENVIRONMENTS, PYTHON, ROOT, ensure, lock_file
+from pipeline.environments.needed import selected
 from pipeline.errors import EnvironmentUnfitError, run_main
 from pipeline.files import write_text
 
@@ -51,11 +56,12 @@ def lock(name: str) -> None:
 
 def main() -> int:
     names = sys.argv[1:]
-    action = ensure
     if names[:1] == ["lock"]:
-        names, action = names[1:], lock  # type: ignore[assignment]
-    for name in names or list(ENVIRONMENTS):
-        action(name)
+        for name in names[1:] or ENVIRONMENTS:
+            lock(name)
+        return 0
+    for name in names or selected():
+        ensure(name)
     return 0
 
 

@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "orchestrator": "import dvc, hydra, mlflow, lm_eval, pydantic, pyarrow, scipy",
     "serve": "import torch, transformers, vllm",
     "autoawq": "import torch, awq",
+    "llmcompressor": "import torch, llmcompressor",
 }
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import resource
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
-from pipeline.quantize.calibration import pack_tokens, read_texts, refuse_too_little
+from pipeline.quantize.calibration import calibration_pieces
+from pipeline.quantize.folder import dress, served_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ BACKEND = Backend(
     name="autoawq",
     module="pipeline.quantize.autoawq",
     environment="autoawq",
-    scheme="awq",
     process_environment={**ALLOCATOR_ENVIRONMENT, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
 )
 
@@ -44,15 +43,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    texts = read_texts(request.calibration_file)
-    pieces = pack_tokens(
-        [tokenizer.encode(text.text, add_special_tokens=False) for text in texts],
-        recipe.samples,
-        recipe.sequence_tokens,
-        tokenizer.eos_token_id,
-        recipe.seed,
-    )
-    effective_tokens = refuse_too_little(pieces, recipe.min_effective_tokens, request.calibration_file)
+    pieces, calibration = calibration_pieces(tokenizer, request.calibration_file, recipe)
     # fp16 arithmetic has no fast path on a CPU; AutoAWQ supports nothing but fp16 on CUDA.
     model = AutoAWQForCausalLM.from_pretrained(
         str(request.model_dir),
@@ -79,12 +70,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     _save(model, request)
     return {
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "calibration": {
-            "texts": len(texts),
-            "effective_samples": len(pieces),
-            "effective_tokens": effective_tokens,
-            "sequence_tokens": recipe.sequence_tokens,
-        },
+        "calibration": calibration,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -124,14 +110,12 @@ def _copy_state(_module: Any, state: dict[str, torch.Tensor], _prefix: str, _met
 def _save(model: Any, request: QuantizeRequest) -> None:
     """Write the checkpoint with the source's own config and tokenizer around it.
 
-    AutoAWQ writes what its old transformers makes of the config; the source's files are known to read the same
-    everywhere, so only `quantization_config` is taken over. Everything that was not quantized goes back to the
-    source's dtype: computed in fp32 here, it would be served (and counted) at twice its size.
+    Everything that was not quantized goes back to the source's dtype: computed in fp32 here, it would be served (and counted)
+    at twice its size.
     """
     import torch
 
-    source_config = read_json(request.model_dir / "config.json")
-    dtype = getattr(torch, source_config.get("dtype", "bfloat16"))
+    dtype = getattr(torch, served_dtype(request.model_dir))
     packed = ("qweight", "qzeros", "scales")
     with torch.no_grad():
         for name, tensor in [*model.model.named_parameters(), *model.model.named_buffers()]:
@@ -139,14 +123,7 @@ def _save(model: Any, request: QuantizeRequest) -> None:
                 tensor.data = tensor.data.to(dtype)
     out = Path(request.out_dir)
     model.save_quantized(str(out))
-    written = read_json(out / "config.json")["quantization_config"]
-    write_json(out / "config.json", {**source_config, "quantization_config": written})
-    for path in request.model_dir.iterdir():
-        describes = path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(
-            ".index.json"
-        )
-        if describes and path.name != "config.json":
-            shutil.copyfile(path, out / path.name)
+    dress(request.model_dir, out, read_json(out / "config.json")["quantization_config"])
 
 
 if __name__ == "__main__":

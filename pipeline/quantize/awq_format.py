@@ -7,19 +7,24 @@ Per linear layer of shape (out, in): `qweight` int32 (in, out/8), `qzeros` int32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pipeline.errors import QuantgateError
+from pipeline.quantize.packed import BITS, VALUES_PER_WORD, check_scales, check_shapes
+from pipeline.settings.schema import QuantizeRecipe
 
 NIBBLE_TO_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
-VALUES_PER_WORD = 8
-BITS = 4
+METHOD = "awq"
+MARKER = "qweight"
+PARTS = ("qweight", "qzeros", "scales")
 
 
 @dataclass(frozen=True)
-class PackedLinear:
+class AwqLinear:
     """The three tensors of one quantized module as stored."""
 
     name: str
@@ -32,35 +37,27 @@ class PackedLinear:
         return int(self.qweight.shape[0]) // int(self.scales.shape[0])
 
     def check(self, out_features: int, in_features: int, group_size: int) -> None:
-        """Raise `QuantgateError` when a shape, a dtype or a scale can't belong to such a layer.
-
-        A zero scale makes a whole group vanish, a non-finite one poisons every output.
-        """
+        """Raise `QuantgateError` when a shape, a dtype or a scale can't belong to such a layer."""
         groups, words = in_features // group_size, out_features // VALUES_PER_WORD
-        for tensor, label, shape in (
-            (self.qweight, "qweight", (in_features, words)),
-            (self.qzeros, "qzeros", (groups, words)),
-            (self.scales, "scales", (groups, out_features)),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise QuantgateError(
-                    f"{self.name}.{label} has shape {list(tensor.shape)}, but {BITS} bits at group size {group_size} "
-                    f"make it {list(shape)}"
-                )
+        wanted = {
+            "qweight": (self.qweight, (in_features, words)),
+            "qzeros": (self.qzeros, (groups, words)),
+            "scales": (self.scales, (groups, out_features)),
+        }
+        check_shapes(self.name, wanted, group_size)
         if self.qweight.dtype != torch.int32 or self.qzeros.dtype != torch.int32:
             raise QuantgateError(f"{self.name}: qweight and qzeros must be int32, found {self.qweight.dtype}")
-        bad = int((~torch.isfinite(self.scales)).sum())
-        if bad:
-            raise QuantgateError(f"{self.name}.scales: {bad} of {self.scales.numel()} are NaN or infinite")
-        bad = int((self.scales <= 0).sum())
-        if bad:
-            raise QuantgateError(f"{self.name}.scales: {bad} of {self.scales.numel()} are zero or negative")
+        check_scales(f"{self.name}.scales", self.scales)
+
+    def zero_points(self) -> torch.Tensor:
+        """uint8 (in/group, out) with values 0..15."""
+        return unpack_words(self.qzeros)
 
     def dequantize(self) -> torch.Tensor:
         """Float32 weight of shape (out, in)."""
         group_size = self.group_size()
         quantized = unpack_words(self.qweight).to(torch.float32)
-        zeros = unpack_words(self.qzeros).to(torch.float32).repeat_interleave(group_size, dim=0)
+        zeros = self.zero_points().to(torch.float32).repeat_interleave(group_size, dim=0)
         scales = self.scales.to(torch.float32).repeat_interleave(group_size, dim=0)
         return ((quantized - zeros) * scales).t().contiguous()
 
@@ -83,3 +80,22 @@ def pack_words(values: torch.Tensor) -> torch.Tensor:
     words = (columns << shifts).sum(dim=-1)
     # Python-style wrap into the signed range: bit 31 is a data bit here, not a sign.
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def packed(module: str, raw: Callable[[str], torch.Tensor]) -> AwqLinear:
+    """The module's tensors, read with `raw`."""
+    return AwqLinear(module, *(raw(f"{module}.{part}") for part in PARTS))
+
+
+def check_config(written: dict[str, Any], recipe: QuantizeRecipe) -> None:
+    """What the engine will believe: bits, group size and zero point as the recipe says, and no module left out."""
+    wanted = {"bits": recipe.bits, "group_size": recipe.group_size, "zero_point": recipe.zero_point}
+    for key, value in wanted.items():
+        if written.get(key) != value:
+            raise QuantgateError(
+                f"config.json: quantization_config.{key}={written.get(key)!r}, but the recipe asks for {value!r}"
+            )
+    if written.get("modules_to_not_convert"):
+        raise QuantgateError(
+            f"config.json: modules_to_not_convert={written['modules_to_not_convert']!r}, but every linear layer must be quantized"
+        )

@@ -39,6 +39,8 @@ class QuantizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    scheme: str
+    """Name of the weights scheme that comes out: the profile's key, as in `results/quantize/<scheme>.json`."""
     model_dir: Path
     """Checked, unquantized model."""
     out_dir: Path
@@ -61,8 +63,6 @@ class Backend:
     """Module run as `python -m MODULE request.json result.json`; writes `out_dir` and returns its evidence."""
     environment: str
     """Name of the environment (`.venv/<name>`) that it runs in."""
-    scheme: str
-    """Name of the weights scheme that comes out, as in `results/quantize/<scheme>.json`."""
     process_environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ def quantize(
     started = time.monotonic()
     chosen = backend(request.recipe.backend)
     check_request(request)
-    log = Path(log_path or f"results/logs/quantize-{chosen.scheme}.log")
+    log = Path(log_path or f"results/logs/quantize-{request.scheme}.log")
     log.unlink(missing_ok=True)
     out = request.out_dir.absolute()
     staging = out.with_name(f".{out.name}.partial")
@@ -122,7 +122,7 @@ def quantize(
         shutil.rmtree(staging, ignore_errors=True)
     ended = time.monotonic()
     return {
-        "scheme": chosen.scheme,
+        "scheme": request.scheme,
         "backend": chosen.name,
         "versions": made["versions"],
         "recipe": request.recipe.model_dump(mode="json"),
@@ -151,15 +151,16 @@ def check_request(request: QuantizeRequest) -> None:
     refuse_overlap(request.calibration_file, request.heldout_file)
     config_path = request.model_dir / "config.json"
     sizes = geometry(read_json(config_path), str(config_path))
-    for linear in LAYER_LINEARS:
+    group_size = request.recipe.group_size
+    for linear in LAYER_LINEARS if group_size is not None else ():
         inputs = linear_shape(sizes, linear)[1]
-        if inputs % request.recipe.group_size:
+        if inputs % group_size:
             fitting = [
                 size
                 for size in (32, 64, 128)
                 if all(linear_shape(sizes, name)[1] % size == 0 for name in LAYER_LINEARS)
             ]
             raise UserInputError(
-                f"quantizer.group_size={request.recipe.group_size} doesn't divide the {inputs} inputs of {linear} in "
+                f"quantizer.group_size={group_size} doesn't divide the {inputs} inputs of {linear} in "
                 f"{config_path}; allowed for this model: {', '.join(map(str, fitting)) or 'none'}"
             )

@@ -11,8 +11,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import UserInputError
+from pipeline.settings.schema import QuantizeRecipe
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,24 @@ def refuse_too_little(pieces: Sequence[Sequence[int]], min_effective_tokens: int
             f"min_effective_tokens={min_effective_tokens}; add text or lower the recipe's samples and minimum"
         )
     return effective_tokens
+
+
+def calibration_pieces(
+    tokenizer: Any, path: Path, recipe: QuantizeRecipe
+) -> tuple[list[list[int]], dict[str, int]]:
+    """The token sequences that every backend calibrates on, and the record of what really goes in."""
+    texts = read_texts(path)
+    pieces = pack_tokens(
+        [tokenizer.encode(text.text, add_special_tokens=False) for text in texts],
+        recipe.samples,
+        recipe.sequence_tokens,
+        tokenizer.eos_token_id,
+        recipe.seed,
+    )
+    effective_tokens = refuse_too_little(pieces, recipe.min_effective_tokens, path)
+    return pieces, {
+        "texts": len(texts),
+        "effective_samples": len(pieces),
+        "effective_tokens": effective_tokens,
+        "sequence_tokens": recipe.sequence_tokens,
+    }

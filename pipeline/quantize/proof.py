@@ -12,7 +12,6 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,52 +19,16 @@ import torch
 from pipeline.errors import QuantgateError, UserInputError
 from pipeline.files import read_json
 from pipeline.models.architectures import Geometry, geometry, linear_modules, linear_shape, other_tensors
-from pipeline.models.check import read_tensors
 from pipeline.models.child import Progress, child_main
-from pipeline.quantize.awq_format import BITS, PackedLinear
 from pipeline.quantize.base import QuantizeRequest
 from pipeline.quantize.calibration import pack_tokens, read_texts
-from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors
+from pipeline.quantize.checkpoint import Checkpoint, Format
+from pipeline.quantize.effective_error import UNQUANTIZED_TOLERANCE, check_unfolded_tensors, layer_errors
 from pipeline.quantize.perplexity import MAX_HELDOUT_TOKENS, WINDOW_TOKENS, perplexity
 from pipeline.settings.schema import QuantizeRecipe
 
 MIN_HELDOUT_TOKENS = 512
 HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about the same windows
-
-
-class Checkpoint:
-    """Tensors of a model folder by name, in float32; quantized modules come back dequantized."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
-        self._tensors = read_tensors(folder)
-        self._files = {
-            name: stack.enter_context(safe_open(folder / name, framework="pt"))
-            for name in {tensor.file for tensor in self._tensors.values()}
-        }
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def raw(self, name: str) -> torch.Tensor:
-        """The stored tensor; a missing one is a `QuantgateError`."""
-        if name not in self._tensors:
-            raise QuantgateError(f"{name} is missing from the checkpoint")
-        tensor: torch.Tensor = self._files[self._tensors[name].file].get_tensor(name)
-        return tensor
-
-    def packed(self, module: str) -> PackedLinear:
-        """The three packed tensors of a quantized module."""
-        return PackedLinear(
-            module, *(self.raw(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
-        )
-
-    def __call__(self, name: str) -> torch.Tensor:
-        module = name.removesuffix(".weight")
-        if f"{module}.qweight" in self._tensors:
-            return self.packed(module).dequantize()
-        return self.raw(name).to(torch.float32)
 
 
 def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
@@ -77,8 +40,8 @@ def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack, torch.inference_mode():
         original, stored = Checkpoint(request.model_dir, stack), Checkpoint(request.out_dir, stack)
         evidence = {
-            **check_config(read_json(request.out_dir / "config.json"), request.recipe),
-            **check_modules(stored, sizes, request.recipe.group_size),
+            **check_config(read_json(request.out_dir / "config.json"), stored.format, request.recipe),
+            **check_modules(stored, sizes, request.recipe),
             **scan_finite(stored),
             **check_effective_error(sizes, original, stored, request.recipe, progress),
             **check_perplexity(request, sizes, stored, progress),
@@ -89,35 +52,25 @@ def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_config(config: dict[str, Any], recipe: QuantizeRecipe) -> dict[str, Any]:
+def check_config(config: dict[str, Any], layout: Format | None, recipe: QuantizeRecipe) -> dict[str, Any]:
     """What the engine will believe: method, bits, group size and zero point as the recipe says."""
-    written = config.get("quantization_config")
-    if written is None:
+    if layout is None:
         raise QuantgateError(
             "config.json has no quantization_config: an engine would read packed weights as plain ones"
         )
-    wanted = {
-        "quant_method": "awq",
+    layout.check_config(config["quantization_config"], recipe)
+    return {
+        "format": layout.METHOD,
         "bits": recipe.bits,
         "group_size": recipe.group_size,
-        "zero_point": recipe.zero_point,
+        "zero_point": recipe.zero_point if recipe.quantizes_weights else None,
     }
-    for key, value in wanted.items():
-        if written.get(key) != value:
-            raise QuantgateError(
-                f"config.json: quantization_config.{key}={written.get(key)!r}, but the recipe asks for {value!r}"
-            )
-    if written.get("modules_to_not_convert"):
-        raise QuantgateError(
-            f"config.json: modules_to_not_convert={written['modules_to_not_convert']!r}, but every linear layer must be quantized"
-        )
-    return {"bits": BITS, "group_size": recipe.group_size, "zero_point": recipe.zero_point}
 
 
-def check_modules(stored: Checkpoint, sizes: Geometry, group_size: int) -> dict[str, Any]:
+def check_modules(stored: Checkpoint, sizes: Geometry, recipe: QuantizeRecipe) -> dict[str, Any]:
     """Every linear module of the architecture is quantized, with the right shapes, and no other is."""
-    expected = linear_modules(sizes)
-    found = {name.removesuffix(".qweight") for name in stored.names() if name.endswith(".qweight")}
+    expected = linear_modules(sizes) if recipe.quantizes_weights else []
+    found = stored.quantized_modules()
     missing = [module for module in expected if module not in found]
     if missing:
         raise QuantgateError(
@@ -133,9 +86,10 @@ def check_modules(stored: Checkpoint, sizes: Geometry, group_size: int) -> dict[
     for module in expected:
         packed = stored.packed(module)
         layer_local = module.split(".", 3)[3]
-        packed.check(*linear_shape(sizes, layer_local), group_size)
-        zero_points.update(packed.qzeros.unique().tolist()[:2])
-    if len(zero_points) < 2:
+        assert recipe.group_size is not None
+        packed.check(*linear_shape(sizes, layer_local), recipe.group_size)
+        zero_points.update(packed.zero_points().unique().tolist()[:2])
+    if expected and len(zero_points) < 2:
         raise QuantgateError(
             "all zero points are one value: the groups are symmetric, but the recipe asks for zero points"
         )
@@ -161,7 +115,7 @@ def check_effective_error(
 ) -> dict[str, Any]:
     """Relative weight error of every module within the recipe's range; see `effective_error`."""
     check_unfolded_tensors(sizes, sorted(other_tensors(sizes)), original, stored)
-    low, high = recipe.effective_error_range
+    low, high = recipe.effective_error_range if recipe.quantizes_weights else (0.0, UNQUANTIZED_TOLERANCE)
     modules: dict[str, float] = {}
     per_layer: list[float] = []
     for layer in range(len(sizes.layers)):

@@ -106,7 +106,10 @@ def profiles(root: Path | None = None) -> list[str]:
 
 
 def _parameters_of(settings: Settings) -> dict[str, Any]:
-    schemes = {scheme: {"quantizer": recipe.name} for scheme, recipe in settings.quantizers.items()}
+    schemes = {
+        scheme: {"quantizer": recipe.name, "backend": recipe.backend}
+        for scheme, recipe in settings.quantizers.items()
+    }
     variants = {
         name: {"weights": variant.weights, "quality_after": _quality_after(settings, name)}
         for name, variant in settings.variants.items()

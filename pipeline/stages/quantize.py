@@ -20,6 +20,7 @@ def run(settings: Settings, scheme: str) -> None:
         )
     recipe = settings.quantizers[scheme]
     request = QuantizeRequest(
+        scheme=scheme,
         model_dir=weights_folder("bf16"),
         out_dir=WEIGHTS / scheme,
         calibration_file=Path(recipe.calibration_file),

@@ -39,6 +39,7 @@ def make_request(folder: Path, config: dict[str, Any], recipe: QuantizeRecipe = 
     origin = write_model(folder / "origin", config)
     prepare(LocalSource(path=str(origin)), folder / "model", environment_python("serve"))
     return QuantizeRequest(
+        scheme="awq",
         model_dir=folder / "model",
         out_dir=folder / "out",
         calibration_file=write_texts(folder / "calibration.jsonl", prose(10, seed=1)),

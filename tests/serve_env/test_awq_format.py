@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.errors import QuantgateError
-from pipeline.quantize.awq_format import PackedLinear, pack_words, unpack_words
+from pipeline.quantize.awq_format import AwqLinear, pack_words, unpack_words
 
 
 def test_nibbles_are_in_awq_order() -> None:
@@ -24,10 +24,10 @@ def test_packing_is_the_inverse_of_unpacking_also_with_the_top_bit_set() -> None
     assert torch.equal(unpack_words(words), values)
 
 
-def sound_module(out_features: int = 16, in_features: int = 64, group_size: int = 32) -> PackedLinear:
+def sound_module(out_features: int = 16, in_features: int = 64, group_size: int = 32) -> AwqLinear:
     generator = torch.Generator().manual_seed(0)
     groups = in_features // group_size
-    return PackedLinear(
+    return AwqLinear(
         "layer",
         pack_words(torch.randint(0, 16, (in_features, out_features), generator=generator)),
         pack_words(torch.randint(0, 16, (groups, out_features), generator=generator)),

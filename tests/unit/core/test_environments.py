@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.environments import build
+from pipeline.environments.needed import environments_of
 from pipeline.errors import EnvironmentUnfitError, UserInputError
+from pipeline.settings import load_settings
 
 
 @pytest.fixture
@@ -100,3 +102,13 @@ def test_locks_name_no_host_and_no_path() -> None:
         text = build.lock_file(name).read_text()
         assert not re.search(r"://|/|--index|--find-links", text.replace("pyproject.toml", ""))
         assert "torchvision" not in text
+
+
+def test_a_profile_needs_the_environments_of_its_own_quantizers() -> None:
+    """The demo must not wait for a quantizer that it doesn't use."""
+    settings = load_settings(["profile=demo"])
+    assert environments_of(settings) == ["orchestrator", "serve", "autoawq"]
+    awq = settings.quantizers["awq"]
+    other = awq.model_copy(update={"backend": "llmcompressor"})
+    both = settings.model_copy(update={"quantizers": {"awq": awq, "other": other}})
+    assert environments_of(both) == ["orchestrator", "serve", "autoawq", "llmcompressor"]

@@ -37,16 +37,38 @@ def test_impossible_recipes_are_refused(bad: dict[str, Any]) -> None:
         QuantizeRecipe(**bad)
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"backend": "llmcompressor"}, "clip_search true: llmcompressor has none"),
+        (
+            {"calibrate_kv_scales": True},
+            "calibrate_kv_scales true: autoawq can't; set backend to llmcompressor",
+        ),
+        ({"bits": 16, "group_size": None}, "bits 16 leaves nothing to do"),
+        ({"group_size": None}, "group_size None at 4 bits"),
+        (
+            {"backend": "llmcompressor", "clip_search": False, "bits": 16, "calibrate_kv_scales": True},
+            "group_size 128 at 16 bits",
+        ),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_by_key(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        QuantizeRecipe(**bad)
+
+
 def test_recipe_survives_json() -> None:
     recipe = QuantizeRecipe(group_size=64, samples=8, sequence_tokens=128)
     assert QuantizeRecipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
 
 
-def test_backend_is_found_by_its_module_and_keeps_the_heap() -> None:
-    found = backend("autoawq")
-    assert (found.environment, found.scheme) == ("autoawq", "awq")
+@pytest.mark.parametrize("name", ["autoawq", "llmcompressor"])
+def test_backend_is_found_by_its_module_and_keeps_the_heap(name: str) -> None:
+    found = backend(name)
+    assert (found.name, found.environment) == (name, name)
     assert int(found.process_environment["MALLOC_MMAP_THRESHOLD_"]) > 1 << 30
-    code = "import sys; from pipeline.quantize.base import backend; backend('autoawq'); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from pipeline.quantize.base import backend; backend('{name}'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
         "torch is only in the environment"
     )
@@ -59,6 +81,7 @@ def test_unknown_backend_is_named() -> None:
 
 def make_request(folder: Path, **recipe: Any) -> QuantizeRequest:
     return QuantizeRequest(
+        scheme="awq",
         model_dir=write_model(folder / "model", LLAMA),
         out_dir=folder / "out",
         calibration_file=write_texts(folder / "calibration.jsonl", prose(5, seed=1)),

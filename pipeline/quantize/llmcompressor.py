@@ -1,0 +1,148 @@
+"""AWQ and calibrated FP8 KV scales by llm-compressor 0.14, in its own environment, its CPU defect worked around.
+
+AWQ is a transform there: `AWQModifier` scales, a `QuantizationModifier` after it rounds. Each modifier makes a pass of its own
+over the calibration text ("independent"), so KV scales are taken from the model as it will be served: scaled and rounded.
+
+The defect: `IntermediatesCache.pin_memory` asks for an accelerator's pinned memory also where there is no accelerator, and AWQ
+dies there. Pinning only speeds transfers up, so without an accelerator it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import resource
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.files import read_json
+from pipeline.models.child import Progress, child_main
+from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
+from pipeline.quantize.calibration import calibration_pieces
+from pipeline.quantize.folder import dress, served_dtype
+
+BACKEND = Backend(
+    name="llmcompressor",
+    module="pipeline.quantize.llmcompressor",
+    environment="llmcompressor",
+    process_environment=ALLOCATOR_ENVIRONMENT,
+)
+
+BATCH_TOKENS = 2048  # per forward pass: sequences are of one length, so larger batches only cost memory
+_PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers", "tokenizers", "safetensors")
+# FP8 e4m3, one scale per layer for keys and one for values, fixed at calibration: what vLLM's kernels read.
+_KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def run(raw_request: dict[str, Any]) -> dict[str, Any]:
+    """Quantize `model_dir` into `out_dir`. Returns versions, calibration counts, device and peak memory."""
+    import torch
+    from llmcompressor import oneshot
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    request = QuantizeRequest.model_validate(raw_request)
+    recipe, progress = request.recipe, Progress(request.progress_file)
+    on_cuda = torch.cuda.is_available()
+    torch.manual_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
+    pieces, calibration = calibration_pieces(tokenizer, request.calibration_file, recipe)
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir,
+        dtype="auto" if on_cuda else torch.float32,  # 16-bit arithmetic has no fast path on most CPUs
+        device_map="cuda" if on_cuda else None,
+        attn_implementation="sdpa",
+    )
+    batches: Any = DataLoader(
+        pieces,  # type: ignore[arg-type]
+        batch_size=max(1, BATCH_TOKENS // recipe.sequence_tokens),
+        collate_fn=lambda batch: {"input_ids": torch.tensor(batch)},
+    )
+    with _unpinned_on_cpu():
+        oneshot(model=model, recipe=_modifiers(request, progress, len(model.model.layers)), dataset=batches)
+    _save(model, request)
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "calibration": calibration,
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _modifiers(request: QuantizeRequest, progress: Progress, layers: int) -> list[Any]:
+    """What llm-compressor does, in order, each saying how many layers it has done."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    def counting(base: type, phase: str) -> type:
+        """`base` under its own name (the recipe is written by name), with progress by layer."""
+        done = 0
+
+        def on_sequential_epoch_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            progress(phase, min(done, layers), layers)
+            done += 1
+            return base.on_sequential_epoch_end(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return type(base.__name__, (base,), {"on_sequential_epoch_end": on_sequential_epoch_end})
+
+    recipe = request.recipe
+    kv_scheme = QuantizationArgs(**_KV_SCHEME) if recipe.calibrate_kv_scales else None
+    if not recipe.quantizes_weights:
+        return [counting(QuantizationModifier, "calibrate KV scales")(targets=[], kv_cache_scheme=kv_scheme)]
+    weights = QuantizationArgs(
+        num_bits=recipe.bits, type="int", symmetric=not recipe.zero_point, strategy="group", group_size=recipe.group_size
+    )  # fmt: skip
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    return [
+        counting(AWQModifier, "scale layers")(),
+        counting(QuantizationModifier, "round layers")(
+            config_groups=groups, ignore=["lm_head"], kv_cache_scheme=kv_scheme
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def _unpinned_on_cpu() -> Iterator[None]:
+    """See the module's docstring."""
+    import torch
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    original = IntermediatesCache.pin_memory
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        IntermediatesCache.pin_memory = original
+
+
+def _save(model: Any, request: QuantizeRequest) -> None:
+    """Write the checkpoint with the source's own config and tokenizer around it.
+
+    Scales go to the served dtype before the weights are packed by them, everything else after: a scale that is rounded later
+    than the weights would no longer be theirs, and one in float32 makes the engine warn for every module.
+    """
+    import torch
+    from compressed_tensors import ModelCompressor
+
+    dtype = getattr(torch, served_dtype(request.model_dir))
+
+    def cast(suffixes: tuple[str, ...]) -> None:
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if tensor.is_floating_point() and name.endswith(suffixes):
+                    tensor.data = tensor.data.to(dtype)
+
+    cast(("_scale",))
+    ModelCompressor.from_pretrained_model(model).compress_model(model)
+    cast(("",))
+    out = request.out_dir
+    model.save_pretrained(str(out))
+    dress(request.model_dir, out, read_json(out / "config.json")["quantization_config"])
+
+
+if __name__ == "__main__":
+    sys.exit(child_main(run, sys.argv))
