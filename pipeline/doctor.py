@@ -107,12 +107,11 @@ def _environment(name: str) -> Check:
 
 
 def _evalset(settings: Settings) -> str:
-    from pipeline.quality.evalset import check_no_leak, describe, load_items, load_texts, sample_items
-    from pipeline.quality.tasks import read_task
+    from pipeline.quality.evalset import describe, load_items, sample_items
+    from pipeline.quality.tasks import read_task, refuse_leaks
 
     if settings.evalset.folder is None:
         return f"{settings.evalset.task} of lm-eval's own, read from a hub when it is scored"
-    texts = [load_texts(Path(r.calibration_file)) for r in settings.quantizers.values()]
     said = []
     for task in (settings.evalset, *settings.evalset.further):
         files = read_task(Path(settings.evalset.folder), task.task)
@@ -123,10 +122,9 @@ def _evalset(settings: Settings) -> str:
                 f"{files.items_path} has {len(items)}"
             )
         sample_items(items, task.items, settings.evalset.seed, task.slice_items)
-        for text in texts:
-            check_no_leak(items, text)
         slices = ", ".join(f"{name} {count}" for name, count in describe(items)["slices"].items())
         said.append(f"{len(items)} items ({slices})")
+    refuse_leaks(settings)
     return f"{'; '.join(said)}, none of them in the calibration text"
 
 

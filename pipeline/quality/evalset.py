@@ -1,4 +1,4 @@
-"""Eval items and the texts around them: read with errors that point at the line, sampled the same for every variant, kept apart.
+"""Eval items: read with errors that point at the line, sampled the same for every variant, kept apart.
 
 Pure Python: `quantgate doctor` and the stages use it without lm-eval. Why it is strict: a doubled item or a sample that
 differs between two variants breaks the pairing, and an item that is also calibration text measures what was tuned on.
@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import UserInputError
-
-# Shorter texts are shared by chance ("the capital of France is"); from here on a match is the same text.
-EXACT_MIN_WORDS = 6
-EXACT_MIN_CJK = 12
-# 8 words: the length at which PaLM's contamination check counts n-grams (arXiv:2204.02311, section 8). A CJK
-# character carries about two thirds of a word, hence 12.
-NEAR_WORDS = 8
-NEAR_CJK = 12
-NEAR_SHARE = 0.5
-
-_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-# Operators are kept, sentence punctuation isn't: `a + b` and `a - b` differ, "Yes, it is." and "yes it is" don't.
-_TOKEN = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+|[-+*/%=<>&|^~]")
-_IS_CJK = re.compile(rf"[{_CJK}]")
-_SHOWN_CHARS = 60
-
+from pipeline.texts import (
+    Match,
+    TextIndex,
+    is_telling,
+    records,
+    refuse_second,
+    shown,
+    text_value,
+    value_of,
+    words_of,
+)
 
 TaskKind = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
 """lm-eval's output_type: choices scored, an answer generated, a text's own likelihood."""
@@ -62,12 +55,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Leak:
-    """An eval item found in a text. `overlap` is the share of the item's n-grams that the text has, 1.0 for an exact match."""
+    """An eval item found in a text."""
 
     item_id: str
-    text_id: str
-    kind: Literal["exact", "near"]
-    overlap: float
+    match: Match
 
 
 def load_items(path: str | Path, kind: TaskKind = "multiple_choice") -> list[Item]:
@@ -78,25 +69,13 @@ def load_items(path: str | Path, kind: TaskKind = "multiple_choice") -> list[Ite
     target = Path(path)
     items: list[Item] = []
     lines: dict[str, int] = {}
-    for line, record in _records(target, "eval items"):
+    for line, record in records(target, "eval items"):
         item = _item(record, target, line, kind)
-        _refuse_second(item.id, line, lines, target)
+        refuse_second(item.id, line, lines, target)
         items.append(item)
     if len(items) == 1:
         raise UserInputError(f"{target}: holds only one item; a comparison of two models needs at least 2")
     return items
-
-
-def load_texts(path: str | Path) -> dict[str, str]:
-    """Read a JSONL of {"id", "text"} (calibration or held-out text) as id -> text, with the errors of `load_items`."""
-    target = Path(path)
-    texts: dict[str, str] = {}
-    lines: dict[str, int] = {}
-    for line, record in _records(target, "texts"):
-        identity = _text_value(record, "id", target, line)
-        _refuse_second(identity, line, lines, target)
-        texts[identity] = _text_value(record, "text", target, line)
-    return texts
 
 
 def sample_items(
@@ -155,17 +134,11 @@ def scoring_order(items: Sequence[Item], seed: int) -> list[Item]:
 def find_leaks(items: Sequence[Item], texts: Mapping[str, str]) -> list[Leak]:
     """Eval items that are in one of `texts`: word for word, or at least half of their word (or CJK character) n-grams.
 
-    Case, width, spacing and sentence punctuation don't count. A prompt that is too short to mean anything alone is looked
-    for together with its right answer. One leak per item: the worst.
+    A prompt that is too short to mean anything alone is looked for together with its right answer. One leak per item: the worst.
     """
-    streams = {name: _tokens(text) for name, text in texts.items()}
-    joined = {name: f" {' '.join(tokens)} " for name, tokens in streams.items()}
-    index: dict[tuple[str, ...], list[str]] = {}
-    for name, tokens in streams.items():
-        for gram in _grams(tokens):
-            index.setdefault(gram, []).append(name)
-    leaks = (_leak(item, joined, index) for item in items)
-    return [leak for leak in leaks if leak is not None]
+    index = TextIndex(texts)
+    found = ((item.id, _match(item, index)) for item in items)
+    return [Leak(name, match) for name, match in found if match is not None]
 
 
 def check_no_leak(items: Sequence[Item], texts: Mapping[str, str]) -> None:
@@ -174,15 +147,10 @@ def check_no_leak(items: Sequence[Item], texts: Mapping[str, str]) -> None:
     if not leaks:
         return
     first = leaks[0]
-    how = (
-        "word for word"
-        if first.kind == "exact"
-        else f"{first.overlap:.0%} of its sequences of {NEAR_WORDS} words or {NEAR_CJK} CJK characters"
-    )
     more = f"; {len(leaks) - 1} more items leak too" if len(leaks) > 1 else ""
     raise UserInputError(
-        f"eval item {first.item_id!r} is also in the text {first.text_id!r} ({how}); remove one of the two, or quality is "
-        f"measured on what the model was tuned on{more}"
+        f"eval item {first.item_id!r} is also in the text {first.match.text_id!r} ({first.match.how()}); remove one of the two, "
+        f"or quality is measured on what the model was tuned on{more}"
     )
 
 
@@ -198,104 +166,38 @@ def describe(items: Sequence[Item]) -> dict[str, Any]:
     }
 
 
-def _records(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number (from 1) and object of every line that isn't blank."""
-    if not path.is_file():
-        raise UserInputError(f"{path}: no such file; it must hold one JSON object per line ({what})")
-    found = False
-    # Lines end at \n only: str.splitlines would also cut inside a JSON string that holds U+2028.
-    for line, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        try:
-            record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-        except UnicodeDecodeError as error:
-            raise UserInputError(f"{path}, line {line}: not UTF-8 (byte {error.start + 1})") from None
-        except json.JSONDecodeError as error:
-            raise UserInputError(
-                f"{path}, line {line}, column {error.colno}: not valid JSON ({error.msg})"
-            ) from None
-        except ValueError as error:
-            raise UserInputError(f"{path}, line {line}: {error}") from None
-        if not isinstance(record, dict):
-            raise UserInputError(
-                f"{path}, line {line}: {_shown(record)}; allowed is one JSON object per line"
-            )
-        found = True
-        yield line, record
-    if not found:
-        raise UserInputError(f"{path}: empty; it must hold one JSON object per line ({what})")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice}: given twice in one object; allowed is once")
-    return record
-
-
 def _item(record: Mapping[str, Any], path: Path, line: int, kind: TaskKind) -> Item:
     text_key = "text" if kind == "loglikelihood_rolling" else "prompt"
     identity, slice_name, cluster, prompt = (
-        _text_value(record, key, path, line) for key in ("id", "slice", "cluster", text_key)
+        text_value(record, key, path, line) for key in ("id", "slice", "cluster", text_key)
     )
     if kind == "loglikelihood_rolling":
         return Item(identity, slice_name, cluster, prompt, (), 0)
     if kind == "generate_until":
-        expected = _text_value(record, "answer", path, line)
+        expected = text_value(record, "answer", path, line)
         return Item(identity, slice_name, cluster, prompt, (), 0, expected)
-    choices = _value(record, "choices", path, line)
+    choices = value_of(record, "choices", path, line)
     where = f"{path}, line {line}, item {identity!r}"
     if not isinstance(choices, list) or not all(
         isinstance(choice, str) and choice.strip() for choice in choices
     ):
         raise UserInputError(
-            f"{where}: choices: {_shown(choices)}; allowed is a list of texts that aren't empty"
+            f"{where}: choices: {shown(choices)}; allowed is a list of texts that aren't empty"
         )
     if len(choices) < 2:
-        raise UserInputError(f"{where}: choices: {_shown(choices)}; allowed are 2 or more")
+        raise UserInputError(f"{where}: choices: {shown(choices)}; allowed are 2 or more")
     for position, choice in enumerate(choices):
         first = choices.index(choice)
         if first != position:
             raise UserInputError(
                 f"{where}: choices: {choice!r} is choice {first} and choice {position}; allowed is once"
             )
-    answer = _value(record, "answer", path, line)
+    answer = value_of(record, "answer", path, line)
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise UserInputError(
-            f"{where}: answer: {_shown(answer)}; allowed is the index of the right choice, 0 to {len(choices) - 1}"
+            f"{where}: answer: {shown(answer)}; allowed is the index of the right choice, 0 to {len(choices) - 1}"
         )
     return Item(identity, slice_name, cluster, prompt, tuple(choices), answer)
-
-
-def _value(record: Mapping[str, Any], key: str, path: Path, line: int) -> Any:
-    if key not in record:
-        there = ", ".join(sorted(record)) or "none"
-        raise UserInputError(f"{path}, line {line}: key {key!r} is missing; keys there: {there}")
-    return record[key]
-
-
-def _text_value(record: Mapping[str, Any], key: str, path: Path, line: int) -> str:
-    value = _value(record, key, path, line)
-    if not isinstance(value, str) or not value.strip():
-        raise UserInputError(
-            f"{path}, line {line}: {key}: {_shown(value)}; allowed is a text that isn't empty"
-        )
-    return value
-
-
-def _refuse_second(identity: str, line: int, lines: dict[str, int], path: Path) -> None:
-    first = lines.setdefault(identity, line)
-    if first != line:
-        raise UserInputError(
-            f"{path}, line {line}: id: {identity!r} is already in line {first}; allowed is once per file"
-        )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
 
 
 def _quotas(sizes: Mapping[str, int], n: int) -> dict[str, int]:
@@ -315,42 +217,9 @@ def _rank(seed: int, identity: str) -> bytes:
     return hashlib.sha256(f"{seed}\0{identity}".encode()).digest()
 
 
-def _tokens(text: str) -> list[str]:
-    """Words, single CJK characters and operators, without case or width."""
-    return _TOKEN.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _grams(tokens: Sequence[str]) -> set[tuple[str, ...]]:
-    """All n-grams of the words and of the CJK characters, each kind among its own so that a digit doesn't hide a match."""
-    cjk = [token for token in tokens if _IS_CJK.match(token)]
-    words = [token for token in tokens if not _IS_CJK.match(token)]
-    grams: set[tuple[str, ...]] = set()
-    for stream, size in ((words, NEAR_WORDS), (cjk, NEAR_CJK)):
-        grams.update(tuple(stream[start : start + size]) for start in range(len(stream) - size + 1))
-    return grams
-
-
-def _is_telling(tokens: Sequence[str]) -> bool:
-    cjk = sum(1 for token in tokens if _IS_CJK.match(token))
-    words = sum(1 for token in tokens if token.isalnum()) - cjk
-    return words >= EXACT_MIN_WORDS or cjk >= EXACT_MIN_CJK
-
-
-def _leak(item: Item, joined: Mapping[str, str], index: Mapping[tuple[str, ...], list[str]]) -> Leak | None:
-    """The worst leak of one item, or None."""
-    tokens = _tokens(item.prompt)
-    if not _is_telling(tokens):
-        tokens = _tokens(f"{item.prompt}{'' if item.choices else ' '}{item.right}")
-    if not _is_telling(tokens):
-        return None
-    needle = f" {' '.join(tokens)} "
-    for name, text in joined.items():
-        if needle in text:
-            return Leak(item.id, name, "exact", 1.0)
-    grams = _grams(tokens)
-    hits = Counter(name for gram in grams for name in index.get(gram, ()))
-    if not hits:
-        return None
-    name, count = min(hits.items(), key=lambda entry: (-entry[1], entry[0]))
-    share = count / len(grams)
-    return Leak(item.id, name, "near", share) if share >= NEAR_SHARE else None
+def _match(item: Item, index: TextIndex) -> Match | None:
+    """The worst match of one item, or None."""
+    tokens = words_of(item.prompt)
+    if not is_telling(tokens):
+        tokens = words_of(f"{item.prompt}{'' if item.choices else ' '}{item.right}")
+    return index.find(tokens) if is_telling(tokens) else None

@@ -14,8 +14,10 @@ from typing import Any
 
 from pipeline.errors import UserInputError
 from pipeline.files import write_text
-from pipeline.quality.evalset import Item, TaskKind
+from pipeline.quality.evalset import Item, TaskKind, check_no_leak, load_items
 from pipeline.results import RollingText, Sample
+from pipeline.settings import Settings
+from pipeline.texts import load_texts
 
 KINDS: tuple[TaskKind, ...] = ("multiple_choice", "generate_until", "loglikelihood_rolling")
 
@@ -28,6 +30,20 @@ class TaskFiles:
     items_path: Path
     yaml_path: Path
     kind: TaskKind
+
+
+def refuse_leaks(settings: Settings) -> None:
+    """Raise `UserInputError` when an eval item is calibration text: quality would be measured on what was tuned on.
+
+    Benchmarks of lm-eval's own come from a hub and aren't looked at.
+    """
+    evalset = settings.evalset
+    if evalset.folder is None or not settings.quantizers:
+        return
+    texts = load_texts(settings.calibration.file)
+    for task in (evalset, *evalset.further):
+        files = read_task(Path(evalset.folder), task.task)
+        check_no_leak(load_items(files.items_path, files.kind), texts)
 
 
 def read_task(folder: Path, task: str) -> TaskFiles:

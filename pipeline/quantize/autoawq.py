@@ -43,7 +43,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    pieces, calibration = calibration_pieces(tokenizer, request.calibration_file, recipe)
+    pieces, calibration = calibration_pieces(request, tokenizer)
     # fp16 arithmetic has no fast path on a CPU; AutoAWQ supports nothing but fp16 on CUDA.
     model = AutoAWQForCausalLM.from_pretrained(
         str(request.model_dir),

@@ -22,7 +22,7 @@ from pipeline.models.architectures import LAYER_LINEARS, geometry, linear_shape
 from pipeline.models.check import check_model, weight_bytes
 from pipeline.models.child import run_module
 from pipeline.models.prepare import replace_folder
-from pipeline.quantize.calibration import read_texts, refuse_overlap
+from pipeline.quantize.calibration import refuse_overlap
 from pipeline.settings.schema import QuantizeRecipe
 
 # glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
@@ -46,9 +46,11 @@ class QuantizeRequest(BaseModel):
     out_dir: Path
     """Where the quantized folder appears once every proof has passed."""
     calibration_file: Path
-    """JSONL of {"id", "text"}."""
+    """JSONL of {"id", "text"} or {"id", "messages"}."""
     heldout_file: Path
-    """JSONL of {"id", "text"} for perplexity; no text of it may be calibration text."""
+    """JSONL of the same form for perplexity; no text of it may be calibration text."""
+    chat_template: bool = False
+    """Whether both are put into the model's chat template."""
     recipe: QuantizeRecipe
     progress_file: Path | None = None
     """Where the running module writes how far it is; set by the launcher."""
@@ -147,7 +149,6 @@ def quantize(
 def check_request(request: QuantizeRequest) -> None:
     """Everything that can be refused in milliseconds, before minutes of work. Raises `UserInputError`."""
     check_model(request.model_dir)
-    read_texts(request.calibration_file)
     refuse_overlap(request.calibration_file, request.heldout_file)
     config_path = request.model_dir / "config.json"
     sizes = geometry(read_json(config_path), str(config_path))

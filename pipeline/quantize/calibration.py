@@ -1,75 +1,98 @@
-"""Calibration and held-out text: read, packed to an exact shape, and never overlapping.
+"""Calibration and held-out text: turned into tokens as the model will see them, packed without loss, counted.
 
-AutoAWQ drops every sample longer than its limit without a word (awq 0.2.9, utils/calib_data.py), so it is given
-token sequences of exactly the length it was told, and what really went in is counted here.
+AutoAWQ drops every sample longer than its limit without a word (awq 0.2.9, utils/calib_data.py), and llm-compressor cuts
+and pads; so both backends are given sequences of exactly the length that they are told, and what went in is recorded here.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserInputError
-from pipeline.settings.schema import QuantizeRecipe
+from pipeline.texts import Text, TextIndex, is_telling, load_texts, read_texts, words_of
+
+if TYPE_CHECKING:
+    from pipeline.quantize.base import QuantizeRequest
 
 
-@dataclass(frozen=True)
-class Text:
-    """One line of a text file: {"id", "text"}."""
+def calibration_pieces(request: QuantizeRequest, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token sequences of exactly `recipe.sequence_tokens` for a backend, and the record of what they are made of.
 
-    id: str
-    text: str
-
-
-def read_texts(path: str | Path) -> list[Text]:
-    """Read a JSONL file of {"id": str, "text": str}; further keys are ignored.
-
-    Raises `UserInputError` with file and line number for anything else, and for an id that occurs twice.
+    Raises `UserInputError` when they hold fewer tokens than the recipe's minimum.
     """
-    target = Path(path)
-    if not target.is_file():
+    recipe, path = request.recipe, request.calibration_file
+    texts = read_texts(path)
+    tokens = encode(texts, tokenizer, path, request.chat_template)
+    pieces = pack_tokens(tokens, recipe.samples, recipe.sequence_tokens, tokenizer.eos_token_id, recipe.seed)
+    available = sum(map(len, tokens))
+    effective = sum(map(len, pieces))
+    if effective < recipe.min_effective_tokens:
         raise UserInputError(
-            f"{target}: no such file; it must hold one JSON object with id and text per line"
+            f"{path}: holds {available} tokens, of which {effective} fill sequences of sequence_tokens={recipe.sequence_tokens}; "
+            f"min_effective_tokens={recipe.min_effective_tokens} are needed, so add text"
         )
-    texts: list[Text] = []
-    seen: dict[str, int] = {}
-    # Lines end at \n only: str.splitlines would also cut inside a JSON string that holds U+2028.
-    for number, line in enumerate(target.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise UserInputError(f"{target}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(item, dict):
-            raise UserInputError(f"{target}, line {number}: must be a JSON object with id and text")
-        for key in ("id", "text"):
-            if not isinstance(item.get(key), str) or not item[key].strip():
-                raise UserInputError(
-                    f"{target}, line {number}: {key}={item.get(key)!r} must be a text that isn't empty"
-                )
-        if item["id"] in seen:
+    return pieces, {
+        "texts": len(texts),
+        "chats": sum(1 for text in texts if text.messages),
+        "chat_template": request.chat_template,
+        "available_tokens": available,
+        "effective_samples": len(pieces),
+        "effective_tokens": effective,
+        "sequence_tokens": recipe.sequence_tokens,
+    }
+
+
+def encode(texts: Sequence[Text], tokenizer: Any, path: str | Path, chat_template: bool) -> list[list[int]]:
+    """Tokens of each text. With `chat_template` they are what a server that applies the model's template would see: a chat
+    as it is, a plain text as a user's turn that waits for its answer.
+
+    Raises `UserInputError` for chats without a template to put them in.
+    """
+    if not chat_template:
+        chat = next((text for text in texts if text.messages), None)
+        if chat is not None:
             raise UserInputError(
-                f"{target}, line {number}: id {item['id']!r} was used in line {seen[item['id']]}"
+                f"{path}: {chat.id!r} is a chat (messages), which only the model's chat template turns into text; "
+                "set chat_template: true in conf/calibration, or give it as text"
             )
-        seen[item["id"]] = number
-        texts.append(Text(item["id"], item["text"]))
-    if not texts:
-        raise UserInputError(f"{target}: holds no texts")
-    return texts
+        return [tokenizer.encode(text.text, add_special_tokens=False) for text in texts]
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserInputError(
+            f"{path}: chat_template is true in conf/calibration, but the model's tokenizer has none"
+        )
+    return [tokenizer.encode(_templated(text, tokenizer, path), add_special_tokens=False) for text in texts]
+
+
+def _templated(text: Text, tokenizer: Any, path: str | Path) -> str:
+    turns = text.messages or (("user", text.text),)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        # A prompt that the model hasn't answered yet ends where its answer begins, as in the server.
+        rendered: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=turns[-1][0] != "assistant"
+        )
+    except Exception as error:  # the template is a program of the model's; jinja raises what it likes
+        raise UserInputError(f"{path}: {text.id!r}: the model's chat template refuses it ({error})") from None
+    return rendered
 
 
 def refuse_overlap(calibration_path: str | Path, heldout_path: str | Path) -> None:
-    """Raise `UserInputError` when a held-out text is calibration text too: the ratio would flatter itself."""
-    calibration = {" ".join(text.text.split()) for text in read_texts(calibration_path)}
-    for text in read_texts(heldout_path):
-        if " ".join(text.text.split()) in calibration:
+    """Raise `UserInputError` when a held-out text is calibration text too, whole or half: the ratio would flatter itself."""
+    calibration = load_texts(calibration_path)
+    index = TextIndex(calibration)
+    whole = {" ".join(words_of(text)): name for name, text in calibration.items()}
+    for name, text in load_texts(heldout_path).items():
+        tokens = words_of(text)
+        found = index.find(tokens) if is_telling(tokens) else None
+        same = whole.get(" ".join(tokens))
+        if found is not None or same is not None:
+            how = found.how() if found else "word for word"
             raise UserInputError(
-                f"{heldout_path}: text {text.id!r} is in {calibration_path} too; they must not overlap"
+                f"{heldout_path}: text {name!r} is in {calibration_path} too, in {same or (found and found.text_id)!r} ({how}); "
+                "they must not overlap"
             )
 
 
@@ -78,49 +101,21 @@ def pack_tokens(
 ) -> list[list[int]]:
     """Concatenate token lists in a seeded order and cut at most `samples` pieces of exactly `sequence_tokens`.
 
-    `separator` (the end-of-text token) goes between two texts. Fewer pieces come back when the text runs out;
-    the caller compares the count with what it needs.
+    `separator` (the end-of-text token) goes between two texts. When the text runs out within a piece, that piece reaches
+    back for what it lacks, so that nothing is dropped; text shorter than one piece gives none.
     """
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     stream: list[int] = []
+    wanted = samples * sequence_tokens
     for index in order:
         if stream and separator is not None:
             stream.append(separator)
         stream.extend(texts[index])
-        if len(stream) >= samples * sequence_tokens:
+        if len(stream) >= wanted:
             break
-    pieces = min(samples, len(stream) // sequence_tokens)
-    return [stream[piece * sequence_tokens : (piece + 1) * sequence_tokens] for piece in range(pieces)]
-
-
-def refuse_too_little(pieces: Sequence[Sequence[int]], min_effective_tokens: int, path: str | Path) -> int:
-    """Return the effective calibration tokens, or raise `UserInputError` when they are under the minimum."""
-    effective_tokens = sum(len(piece) for piece in pieces)
-    if effective_tokens < min_effective_tokens:
-        raise UserInputError(
-            f"{path}: gives {effective_tokens} calibration tokens at this sequence_tokens, but "
-            f"min_effective_tokens={min_effective_tokens}; add text or lower the recipe's samples and minimum"
-        )
-    return effective_tokens
-
-
-def calibration_pieces(
-    tokenizer: Any, path: Path, recipe: QuantizeRecipe
-) -> tuple[list[list[int]], dict[str, int]]:
-    """The token sequences that every backend calibrates on, and the record of what really goes in."""
-    texts = read_texts(path)
-    pieces = pack_tokens(
-        [tokenizer.encode(text.text, add_special_tokens=False) for text in texts],
-        recipe.samples,
-        recipe.sequence_tokens,
-        tokenizer.eos_token_id,
-        recipe.seed,
-    )
-    effective_tokens = refuse_too_little(pieces, recipe.min_effective_tokens, path)
-    return pieces, {
-        "texts": len(texts),
-        "effective_samples": len(pieces),
-        "effective_tokens": effective_tokens,
-        "sequence_tokens": recipe.sequence_tokens,
-    }
+    ends = range(sequence_tokens, min(len(stream), wanted) + 1, sequence_tokens)
+    pieces = [stream[end - sequence_tokens : end] for end in ends]
+    if pieces and len(pieces) < samples and len(stream) % sequence_tokens:
+        pieces.append(stream[-sequence_tokens:])
+    return pieces

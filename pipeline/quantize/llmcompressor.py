@@ -47,7 +47,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    pieces, calibration = calibration_pieces(tokenizer, request.calibration_file, recipe)
+    pieces, calibration = calibration_pieces(request, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir,
         dtype="auto" if on_cuda else torch.float32,  # 16-bit arithmetic has no fast path on most CPUs

@@ -21,11 +21,12 @@ from pipeline.files import read_json
 from pipeline.models.architectures import Geometry, geometry, linear_modules, linear_shape, other_tensors
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import QuantizeRequest
-from pipeline.quantize.calibration import pack_tokens, read_texts
+from pipeline.quantize.calibration import encode, pack_tokens
 from pipeline.quantize.checkpoint import Checkpoint, Format
 from pipeline.quantize.effective_error import UNQUANTIZED_TOLERANCE, check_unfolded_tensors, layer_errors
 from pipeline.quantize.perplexity import MAX_HELDOUT_TOKENS, WINDOW_TOKENS, perplexity
 from pipeline.settings.schema import QuantizeRecipe
+from pipeline.texts import read_texts
 
 MIN_HELDOUT_TOKENS = 512
 HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about the same windows
@@ -153,9 +154,7 @@ def check_perplexity(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    tokens = [
-        tokenizer.encode(text.text, add_special_tokens=False) for text in read_texts(request.heldout_file)
-    ]
+    tokens = encode(read_texts(request.heldout_file), tokenizer, request.heldout_file, request.chat_template)
     pieces = pack_tokens(
         tokens,
         MAX_HELDOUT_TOKENS // WINDOW_TOKENS,

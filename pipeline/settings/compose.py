@@ -17,7 +17,7 @@ from pipeline.errors import UserInputError
 from pipeline.files import write_text
 from pipeline.settings.schema import Settings
 
-GROUPS = ("model", "device", "overheads", "server", "load", "evalset", "slo", "policy")
+GROUPS = ("model", "device", "overheads", "server", "load", "evalset", "slo", "policy", "calibration")
 
 
 def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Settings:
@@ -118,6 +118,8 @@ def _parameters_of(settings: Settings) -> dict[str, Any]:
         "profile": settings.profile,
         **settings.choices,
         **_evalset_files(settings),
+        "calibration_file": settings.calibration.file,
+        "heldout_file": settings.calibration.heldout_file,
         "schemes": schemes,
         "variants": variants,
     }

@@ -265,15 +265,29 @@ class QuantizeRecipe(Strict):
 
 
 class QuantizerSettings(QuantizeRecipe):
-    """A recipe under a name, with its texts."""
+    """A recipe under a name."""
 
     name: Name
-    calibration_file: str = Field(description="JSONL of {id, text}")
-    heldout_file: str = Field(description="JSONL of {id, text}, disjoint from the calibration text")
 
     @property
     def recipe(self) -> QuantizeRecipe:
         return QuantizeRecipe(**{key: getattr(self, key) for key in QuantizeRecipe.model_fields})
+
+
+class CalibrationSettings(Strict):
+    """The texts that every quantizer of a profile works with: schemes are only comparable on the same ones."""
+
+    name: Name
+    file: str = Field(
+        min_length=1,
+        description="calibration: JSONL of {id, text} or chats {id, messages: [{role, content}]}",
+    )
+    heldout_file: str = Field(
+        min_length=1, description="perplexity before and after: JSONL of the same form, disjoint from `file`"
+    )
+    chat_template: bool = Field(
+        description="put both into the model's chat template, as a server of chat completions does; chats need it"
+    )
 
 
 class ServerSettings(Strict):
@@ -564,6 +578,7 @@ class Settings(Strict):
     policy: PolicySettings
     variants: dict[str, VariantSettings] = Field(min_length=1)
     quantizers: dict[str, QuantizerSettings]
+    calibration: CalibrationSettings
     hand_calculation: HandSettings | None = Field(
         default=None, description="null: there is none to compare with"
     )

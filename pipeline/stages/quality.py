@@ -12,7 +12,7 @@ from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError
 from pipeline.files import sha256_tree
 from pipeline.quality.cache import RequestCache
-from pipeline.quality.evalset import check_no_leak, load_items, load_texts, sample_items
+from pipeline.quality.evalset import load_items, sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
 from pipeline.quality.sequential import Looks, plan_looks
 from pipeline.quality.statistics import compare, non_inferiority
@@ -26,7 +26,7 @@ from pipeline.quality.stream import (
     stream_sha256,
     write_stream,
 )
-from pipeline.quality.tasks import read_task
+from pipeline.quality.tasks import read_task, refuse_leaks
 from pipeline.results import EngineFacts, Provenance, Quality, Sample, load, save
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
@@ -51,7 +51,7 @@ FOLDER = RESULTS / "quality"
 def run(settings: Settings, name: str) -> None:
     started = time.monotonic()
     variant, machine = variant_of(settings, name), environment()
-    _refuse_leaks(settings)
+    refuse_leaks(settings)
     # One prompt per scheduler step: what an item scores then depends on nothing but the model, so that two runs of one
     # variant give the same answers and a delta is the variant's, not the batching's.
     spec = serve_spec(settings, variant, planned(name), max_num_seqs=1)
@@ -217,18 +217,6 @@ def _require_same_engine(name: str, found: EngineFacts) -> None:
                 f"{name} was measured with {key} {value!r} and scored with {getattr(found, key)!r}; "
                 f"run `dvc repro --force` for both of its stages"
             )
-
-
-def _refuse_leaks(settings: Settings) -> None:
-    """An eval item that is also calibration text would be measured on what it was tuned on."""
-    evalset = settings.evalset
-    if evalset.folder is None:
-        return
-    texts = [load_texts(Path(recipe.calibration_file)) for recipe in settings.quantizers.values()]
-    for task in (evalset, *evalset.further):
-        files = read_task(Path(evalset.folder), task.task)
-        for text in texts:
-            check_no_leak(load_items(files.items_path, files.kind), text)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.environments import interpreter
 from pipeline.errors import UserInputError
 from pipeline.files import write_json
+from pipeline.quality.tasks import refuse_leaks
 from pipeline.quantize.base import QuantizeRequest, backend, quantize
 from pipeline.settings import Settings
 from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, stage_main, weights_folder
@@ -19,12 +20,14 @@ def run(settings: Settings, scheme: str) -> None:
             f"weights scheme {scheme!r} isn't in the profile {settings.profile}; it has {', '.join(settings.quantizers)}"
         )
     recipe = settings.quantizers[scheme]
+    refuse_leaks(settings)
     request = QuantizeRequest(
         scheme=scheme,
         model_dir=weights_folder("bf16"),
         out_dir=WEIGHTS / scheme,
-        calibration_file=Path(recipe.calibration_file),
-        heldout_file=Path(recipe.heldout_file),
+        calibration_file=Path(settings.calibration.file),
+        heldout_file=Path(settings.calibration.heldout_file),
+        chat_template=settings.calibration.chat_template,
         recipe=recipe.recipe,
     )
     python = interpreter(backend(recipe.backend).environment)

@@ -18,12 +18,12 @@ from pipeline.quality.evalset import (
     describe,
     find_leaks,
     load_items,
-    load_texts,
     sample_items,
     scoring_order,
 )
 from pipeline.quality.intervals import paired_interval
 from pipeline.settings import load_settings
+from pipeline.texts import Match, load_texts
 
 ROOT = Path(__file__).parents[3]
 GOOD: dict[str, Any] = {
@@ -200,7 +200,7 @@ LONG = "On the third day of the fair the baker sold forty loaves before noon and
 def test_a_prompt_in_a_text_is_a_leak_whatever_its_case_spacing_and_punctuation() -> None:
     text = "Well: on the THIRD day of the fair, the baker sold forty\nloaves before noon, and the miller sold none; he was!"
     (leak,) = find_leaks([item("x", prompt=LONG)], {"other": "Nothing here.", "t": text})
-    assert (leak.item_id, leak.text_id, leak.kind, leak.overlap) == ("x", "t", "exact", 1.0)
+    assert (leak.item_id, leak.match) == ("x", Match("t", "exact", 1.0))
 
 
 def test_a_short_prompt_counts_together_with_its_right_answer() -> None:
@@ -227,7 +227,7 @@ def test_half_of_the_word_sequences_make_a_near_duplicate() -> None:
     """19 words and the pronoun: 13 sequences of 8. A change in the last third leaves most of them."""
     late = LONG.replace("the miller", "the old miller")
     (leak,) = find_leaks([item("x", prompt=LONG)], {"t": late})
-    assert leak.kind == "near" and 0.5 <= leak.overlap < 1.0
+    assert leak.match.kind == "near" and 0.5 <= leak.match.overlap < 1.0
     middle = LONG.replace("baker sold", "baker gave").replace("noon and", "noon while")
     assert not find_leaks([item("x", prompt=LONG)], {"t": middle})
 
@@ -235,9 +235,9 @@ def test_half_of_the_word_sequences_make_a_near_duplicate() -> None:
 def test_chinese_is_compared_by_characters() -> None:
     prompt = "从前有一个农民，他在田里种了很多西瓜，可是每天晚上都有人来偷，最后他想了一个"
     chinese = item("x", prompt=prompt, answer="办法")
-    assert find_leaks([chinese], {"t": f"故事：{prompt}"})[0].kind == "exact"
+    assert find_leaks([chinese], {"t": f"故事：{prompt}"})[0].match.kind == "exact"
     near = prompt.replace("最后他想了一个", "于是大家都很生气")
-    assert find_leaks([chinese], {"t": near})[0].kind == "near"
+    assert find_leaks([chinese], {"t": near})[0].match.kind == "near"
     assert not find_leaks([chinese], {"t": "从前有一个渔夫，他在海边住了很多年，每天早上都出去打鱼。"})
     assert not find_leaks(
         [item("y", prompt="法国的首都是", answer="巴黎")], {"t": "法国的首都是巴黎。"}
