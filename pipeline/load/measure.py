@@ -23,8 +23,10 @@ from pipeline.load.watch import STALL_TIMEOUT_S, LoadedServer, Sampler, Watch, n
 from pipeline.load.workload import Source
 from pipeline.results import Capacity, FillTest, LoadLevel, Probe, SloSearch
 
-SAMPLE_WAIT_S = 10.0
-IDLE_WAIT_S = 60.0
+SAMPLE_WAIT_S = (
+    60.0  # many times what a reading takes on a busy machine; its cell's counters are lost without it
+)
+IDLE_WAIT_S = 300.0  # a slow engine gives requests up only after the step that it's in
 MAX_PREFIX_HIT_RATE = 0.01
 STAGGER_S = 0.005
 

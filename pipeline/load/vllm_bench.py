@@ -26,7 +26,7 @@ from pipeline.load.driver import Cell, CellResult, Observer, Request, Target
 from pipeline.load.records import RequestRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0  # importing vLLM from a cold, slow disk takes minutes
 STOP_GRACE_S = 5.0
 TICK_S = 1.0
 NO_PROXY = "127.0.0.1,localhost"

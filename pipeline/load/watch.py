@@ -59,7 +59,10 @@ class Watch:
         self._stall_timeout_s = stall_timeout_s
         self._see = see
         self._enough = enough
-        self._checked = self._moved = time.monotonic()
+        self._checked = time.monotonic()
+        self._moved: float | None = (
+            None  # from the first look on: a generator that isn't ready is no server that stands still
+        )
         self._failed = self._failed_checked = 0
         self._sign: tuple[int, float] = (0, 0.0)
         self._progress = Progress(cell, title, may_stop=enough is not never)
@@ -75,7 +78,7 @@ class Watch:
         ended = len(self.records)
         row = self._sampler.timeline[-1] if self._sampler.timeline else {}
         sign = (ended, row.get("generation_tokens_total") or 0.0)
-        if sign != self._sign:
+        if sign != self._sign or self._moved is None:
             self._sign, self._moved = sign, now
         if self._failed > self._failed_checked or now - self._checked >= CHECK_INTERVAL_S:
             self._failed_checked, self._checked = self._failed, now

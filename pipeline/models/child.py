@@ -142,8 +142,12 @@ def _wait(process: subprocess.Popen[bytes], progress_path: Path | None) -> None:
     phase = None
     # A log file gets a line now and then, a terminal gets a live bar.
     interval_s = 0.5 if sys.stderr.isatty() else 15.0
-    while process.poll() is None:
+    running = True
+    while running:
         time.sleep(0.3)
+        running = (
+            process.poll() is None
+        )  # before the last look, so that a child of a moment shows its progress too
         if not progress_path.is_file():
             continue
         state = read_json(progress_path)

@@ -32,8 +32,9 @@ from pipeline.serving.failures import failure_cause
 from pipeline.serving.lease import engine_leases
 
 STOP_GRACE_S = 20.0
+GUARD_START_S = 120.0  # an interpreter's start, on a machine that swaps or reads it from a slow disk
 CONNECTION_TRIES = 3
-DYING_WAIT_S = 15.0
+DYING_WAIT_S = 30.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -139,9 +140,11 @@ class Server:
         )
         request = {"command": self.command, "environment": environment, "log": str(self.log_path.resolve())}
         self._tell(json.dumps(request))
-        self._read_events(30.0, until="started")
+        self._read_events(GUARD_START_S, until="started")
         if self.pid == 0:
-            raise EngineFailedError("the server's guard process didn't start it within 30 s")
+            raise EngineFailedError(
+                f"the server's guard process didn't start it within {GUARD_START_S:.0f} s"
+            )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
         started = time.monotonic()

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
 from pipeline.models.child import run_module
+from tests.support.patience import PATIENCE_S, wait_until
 
 CHILD = "tests.support.child_module"
 
@@ -67,21 +67,12 @@ def test_child_ends_with_its_parent(tmp_path: Path, sign: signal.Signals) -> Non
     root = Path(__file__).resolve().parents[3]
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.DEVNULL)
     try:
-        child_pid = int(wait_for(lambda: pid_file.read_text() if pid_file.exists() else ""))
+        child_pid = int(wait_until(lambda: pid_file.read_text() if pid_file.exists() else ""))
         parent.send_signal(sign)
-        parent.wait(10)
-        wait_for(lambda: not is_running(child_pid))
+        parent.wait(PATIENCE_S)
+        wait_until(lambda: not is_running(child_pid))
     finally:
         parent.kill()
-
-
-def wait_for(condition: object, timeout_s: float = 10.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if result := condition():  # type: ignore[operator]
-            return str(result)
-        time.sleep(0.05)
-    raise AssertionError("timed out")
 
 
 def is_running(pid: int) -> bool:
