@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +16,19 @@ import pytest
 
 from pipeline.errors import EngineFailedError
 from pipeline.load.driver import CellResult, LoadSession, Request, Target
-from pipeline.load.metrics import Limits, distribution, itls_s, summarise, tpot_s, ttft_s
+from pipeline.load.metrics import Limits, e2el_s, itls_s, summarise, tpot_s, ttft_s
+from pipeline.load.records import RequestRecord
 from pipeline.load.search import Axis
 from pipeline.load.slo import SearchPlan, Slo, arrivals, probe_result
 from pipeline.results import LoadLevel
 from tests.support.environments import environment_python
 from tests.support.load_cells import TOKENS, Seen, closed_cell, run_cell
 from tests.support.mock_vllm import REPOSITORY, start_mock
+from tests.support.patience import wait_until
 from tests.support.scripted_times import SCRIPTS, Script, run_script
 
 TTFT_S, ITL_S = 0.2, 0.02
 CLOCK_S = 0.001  # two processes, one clock, and the rounding of a sleep
-SLACK_S = 0.2  # of a shared two-core machine that runs client and mock at once
 SLO = Slo(Limits(ttft_ms=500, tpot_ms=60), percentile=0.8, confidence=0.9)
 
 
@@ -36,16 +36,32 @@ def figures(result: CellResult) -> LoadLevel:
     return summarise(result.records, [])
 
 
+def measured(result: CellResult) -> list[RequestRecord]:
+    return [record for record in result.records if not record.warmup]
+
+
+def most_at_once(records: Sequence[RequestRecord]) -> int:
+    """The largest number of requests in flight at the start of one."""
+    return max(sum(other.start_s <= one.start_s < other.end_s for other in records) for one in records)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: f"{script.streams}-streams")
 def test_every_request_has_the_times_of_its_own_script(
     session: LoadSession, model: Path, script: Script
 ) -> None:
-    """No request ends before its script does, and each is nearer to its own than a mix-up would leave it.
+    """A request is sent before the mock has it, no token comes before the mock sent it, and no stream has two at once.
 
-    Only lower bounds are sharp: a busy machine delivers late, never early. TPOT is a difference of two times, so a first
-    token that came late takes from it what E2EL doesn't show; `make bench` holds all three to 1 ms + 1 %.
+    A busy machine is late, never early, so nothing is said of how late; `make bench` holds all to 1 ms + 1 %. What a wrong
+    definition would do shows all the same: another request's times, the client's own queue, a token too early or too many.
     """
     found = run_script(session, model, script)
+    assert most_at_once(found.result.records) <= script.streams
+    for record, arrived_s, sent_s in zip(measured(found.result), found.arrived_s, found.sent_s, strict=True):
+        seen_s = [record.start_s + (record.ttft_s or 0.0)]
+        for gap_s in record.itls_s:
+            seen_s.append(seen_s[-1] + gap_s)
+        assert record.start_s < arrived_s + CLOCK_S
+        assert all(seen > sent - CLOCK_S for seen, sent in zip(seen_s, sent_s, strict=True))
     assert all(record.completed for record in found.result.records)
     late = {
         metric: [m - s for m, s in zip(measured, found.scripted[metric], strict=True)]
@@ -55,8 +71,6 @@ def test_every_request_has_the_times_of_its_own_script(
     for first, end, gap in zip(late["TTFT"], late["E2EL"], late["TPOT"], strict=True):
         assert min(first, end) > -CLOCK_S
         assert gap == pytest.approx((end - first) / gaps, abs=CLOCK_S)
-    for metric in ("TTFT", "E2EL"):
-        assert statistics.median(late[metric]) < 0.25 * min(found.scripted[metric]) + SLACK_S, metric
     level = figures(found.result)
     sent = len(found.result.records)
     assert (level.input_tokens, level.output_tokens) == (100 * sent, script.tokens * sent)
@@ -83,30 +97,31 @@ def test_each_request_may_have_a_length_of_its_own(session: LoadSession, model: 
 
 
 def test_warm_up_runs_into_the_measured_requests_without_a_drain(session: LoadSession, model: Path) -> None:
-    """Eight streams of 0.5 s: between the first end of the warm-up and the last start there are always eight in flight."""
-    with start_mock(ttft_s=TTFT_S, itl_s=ITL_S) as mock:
+    """The first request of the warm-up isn't answered before twelve measured ones have come: a drain would wait forever."""
+
+    def hold(number: int, received: int) -> bool:
+        return number == 1 and received < 20
+
+    with start_mock(ttft_s=0.05, itl_s=0.005, hold=hold) as mock:
         result = run_cell(session, mock, closed_cell(model, 8, 40, warmup=8, stagger_s=0.05))
     records = sorted(result.records, key=lambda record: record.start_s)
     assert [record.warmup for record in records] == [True] * 8 + [False] * 32
-    for later in records[8:]:
-        in_flight = sum(r.start_s <= later.start_s < r.end_s for r in records if r is not later)
-        assert in_flight >= 6  # its own slot is free, and one more may be handing over
-    level = figures(result)
-    assert level.steady is not None and level.steady.steady_s is not None
-    service_s = TTFT_S + (TOKENS - 1) * ITL_S
-    assert level.steady.output_throughput_tok_s == pytest.approx(8 * TOKENS / service_s, rel=0.3)
-    assert level.output_throughput_tok_s is not None
-    assert level.output_throughput_tok_s < level.steady.output_throughput_tok_s
+    assert all(record.completed for record in records) and most_at_once(records) <= 8
+    assert max(record.end_s for record in records[:8]) > records[19].start_s
 
 
 def test_queue_of_the_server_is_in_ttft(session: LoadSession, model: Path) -> None:
-    """Room for four sequences of one block, eight streams: the second four wait a whole service time."""
+    """Room for four sequences of one block, eight streams: the second four wait a whole service time.
+
+    The first four are answered only once all eight have come, so however slow the machine sends them, that is the least.
+    """
     service_s = TTFT_S + (TOKENS - 1) * ITL_S
-    with start_mock(ttft_s=TTFT_S, itl_s=ITL_S, kv_cache_tokens=5 * 128) as mock:
-        level = figures(run_cell(session, mock, closed_cell(model, 8, 8)))
-    assert level.ttft.p50_ms is not None and level.ttft.max_ms is not None
-    assert TTFT_S - 0.003 <= level.ttft.p50_ms / 1e3 <= TTFT_S + SLACK_S
-    assert TTFT_S + service_s - 0.003 <= level.ttft.max_ms / 1e3 <= TTFT_S + service_s + SLACK_S
+    script = {"ttft_s": TTFT_S, "itl_s": ITL_S, "kv_cache_tokens": 5 * 128}
+    with start_mock(**script, hold=lambda number, received: received < 8) as mock:
+        result = run_cell(session, mock, closed_cell(model, 8, 8))
+    found = sorted(ttft_s(record) for record in result.records)
+    assert found[0] > TTFT_S - CLOCK_S
+    assert found[4] > TTFT_S + service_s - CLOCK_S
 
 
 def test_several_tokens_in_a_chunk(session: LoadSession, model: Path) -> None:
@@ -115,11 +130,12 @@ def test_several_tokens_in_a_chunk(session: LoadSession, model: Path) -> None:
     level = figures(result)
     assert {record.chunk_tokens for record in result.records} == {(4, 4, 4, 4)}
     assert (level.output_tokens, level.itl.n) == (4 * TOKENS, 4 * 3)
-    assert level.itl.p50_ms == pytest.approx(4 * ITL_S * 1e3, abs=30)
-    assert level.itl_per_token is not None
-    assert (level.itl_per_token.n, level.itl_per_token.p50_ms) == (4 * 12, pytest.approx(ITL_S * 1e3, abs=8))
-    tpots = [tpot_s(record) for record in result.records]
-    assert tpots == pytest.approx([12 * ITL_S / 15] * 4, abs=0.02)  # 12 token times after the first chunk
+    assert level.itl_per_token is not None and level.itl.p50_ms is not None
+    assert level.itl_per_token.n == 4 * 12
+    assert level.itl_per_token.p50_ms == pytest.approx(level.itl.p50_ms / 4)
+    for record in result.records:
+        assert e2el_s(record) > TTFT_S + 12 * ITL_S - CLOCK_S  # 12 token times after the first chunk
+        assert tpot_s(record) == pytest.approx((e2el_s(record) - ttft_s(record)) / 15)
 
 
 def test_an_empty_first_chunk_is_not_the_first_token(session: LoadSession, model: Path) -> None:
@@ -127,9 +143,7 @@ def test_an_empty_first_chunk_is_not_the_first_token(session: LoadSession, model
     with start_mock(ttft_s=TTFT_S, itl_s=ITL_S, empty_first_chunk=True) as mock:
         result = run_cell(session, mock, closed_cell(model, 2, 8))
     assert all(record.completed and len(record.chunk_tokens) == TOKENS for record in result.records)
-    assert distribution([ttft_s(record) for record in result.records]).p50_ms == pytest.approx(
-        TTFT_S * 1e3, abs=SLACK_S * 1e3
-    )
+    assert all(ttft_s(record) > TTFT_S - CLOCK_S for record in result.records)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +192,16 @@ def test_missing_usage_is_a_failure_not_a_guess(session: LoadSession, model: Pat
 def test_a_cell_that_is_decided_is_stopped_and_the_next_one_starts_clean(
     session: LoadSession, model: Path
 ) -> None:
-    with start_mock(ttft_s=TTFT_S, itl_s=ITL_S) as mock:
-        started = time.monotonic()
+    """The fifth request is held until all 400 have come, which they don't: it is in flight when the cell is stopped."""
+
+    def hold(number: int, received: int) -> bool:
+        return number == 5 and received < 400
+
+    with start_mock(ttft_s=TTFT_S, itl_s=ITL_S, hold=hold) as mock:
         result = run_cell(session, mock, closed_cell(model, 4, 400), stop_after=8)
-        assert time.monotonic() - started < 5  # 400 requests on 4 streams would take 50 s
         outcomes = [record.outcome for record in result.records]
         assert outcomes.count("completed") >= 8 and 1 <= outcomes.count("stopped") <= 4
-        assert len(result.records) < 30
+        assert len(result.records) == len(mock.requests) < 400
         again = run_cell(session, mock, closed_cell(model, 2, 4))
     assert [record.outcome for record in again.records] == ["completed"] * 4
 
@@ -208,7 +225,7 @@ def test_a_cell_that_was_given_up_leaves_nothing_for_the_next(session: LoadSessi
 
 
 def test_open_loop_keeps_its_schedule_and_counts_from_it(session: LoadSession, model: Path) -> None:
-    """40 requests/s to a server that takes 4 at a time for 0.1 s each: it keeps up, and each is sent when it was due."""
+    """40 requests, 20 a second, to a server that keeps up: each is sent when it was due or later, and the lag is known."""
     times = arrivals(20.0, 40, "open")
     cell = replace(closed_cell(model, 4, 40), name="open-20", concurrency=None, arrivals_s=times)
     with start_mock(ttft_s=0.05, itl_s=0.003) as mock:
@@ -218,24 +235,26 @@ def test_open_loop_keeps_its_schedule_and_counts_from_it(session: LoadSession, m
     assert [record.origin_s - first for record in result.records] == pytest.approx(times, abs=1e-6)
     plan = SearchPlan("open", Axis(1, 1, 64, False, 0.1), max_requests=40)
     found = probe_result(result.records, 20.0, replace(SLO, limits=Limits(1, 1)), plan)
-    assert found.schedule_lag_p99_ms is not None and 0 <= found.schedule_lag_p99_ms < 50
+    lags_s = sorted(record.start_s - record.origin_s for record in result.records)
+    assert lags_s[0] >= 0
+    assert found.schedule_lag_p99_ms == pytest.approx(lags_s[-1] * 1e3)  # the 40th of 40
 
 
 def test_open_loop_latency_grows_with_the_servers_queue(session: LoadSession, model: Path) -> None:
-    """One at a time for 0.2 s, ten a second: the last of 20 waits for about 20 x 0.1 s."""
+    """One at a time for 0.2 s, ten a second: whoever of 20 is served last has waited for 20 x 0.1 s at least."""
     times = tuple(0.1 * index for index in range(20))
     cell = replace(closed_cell(model, 4, 20), name="open-10", concurrency=None, arrivals_s=times)
     with start_mock(ttft_s=0.05, itl_s=0.01, max_num_seqs=1) as mock:
         result = run_cell(session, mock, cell)
-    assert ttft_s(result.records[0]) == pytest.approx(0.05, abs=SLACK_S)
-    assert ttft_s(result.records[-1]) == pytest.approx(0.05 + 19 * 0.1, abs=0.6)
+    assert min(ttft_s(record) for record in result.records) > 0.05 - CLOCK_S
+    assert max(ttft_s(record) for record in result.records) > 0.05 + 19 * 0.1 - CLOCK_S
 
 
 def test_generator_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from pipeline.load.driver import make_driver\n"
         "with make_driver('vllm-bench', sys.argv[1]).session(Path(sys.argv[2])) as own:\n"
-        "    own._wait_ready(100); print('ready', flush=True); time.sleep(600)"
+        "    own._wait_ready(600); print('ready', flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", script, str(environment_python("serve")), str(tmp_path)]
@@ -247,7 +266,6 @@ def test_generator_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
-        assert time.monotonic() < deadline, "the load generator outlived its parent"
-        time.sleep(0.1)
+    wait_until(
+        lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    )

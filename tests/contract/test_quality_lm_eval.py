@@ -15,6 +15,7 @@ import pytest
 from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.evalset import load_items, sample_items
 from tests.support.mock_vllm import start_mock
+from tests.support.patience import PATIENCE_S
 from tests.support.scoring_server import scoring_server, token_logprob
 from tests.support.zoo_set import YAML, score, write_items, zoo_items
 
@@ -224,9 +225,10 @@ def test_an_http_error_fails_the_run_in_one_sentence(
 
 
 def test_an_engine_that_dies_in_the_middle_is_reported_with_its_cause(
-    folder: Path, tokenizer_dir: Path
+    folder: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every connection is cut at once, as when the process is gone; the cause is the server's to tell."""
+    monkeypatch.setattr("pipeline.quality.runner.DYING_WAIT_S", PATIENCE_S)
     dead = threading.Event()
 
     def check() -> None:
@@ -244,17 +246,15 @@ def test_an_engine_that_dies_in_the_middle_is_reported_with_its_cause(
 
         killer = threading.Thread(target=kill)
         killer.start()
-        started = time.monotonic()
         with pytest.raises(EngineFailedError, match=r"out of memory; its log is serve\.log"):
             score(folder, tokenizer_dir, mock, check=check)
-        killer.join(10)
-    assert time.monotonic() - started < 15
+        killer.join()
 
 
 def test_an_engine_that_hangs_is_given_up_on(folder: Path, tokenizer_dir: Path) -> None:
     release = threading.Event()
     with (
-        scoring_server(delay=lambda: release.wait(20)) as server,
+        scoring_server(delay=lambda: release.wait(PATIENCE_S)) as server,
         pytest.raises(EngineFailedError, match="didn't answer a scoring request in time"),
     ):
         try:

@@ -61,7 +61,7 @@ def parsed() -> dict[str, dict[str, object]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

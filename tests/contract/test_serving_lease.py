@@ -46,7 +46,7 @@ def test_second_waits_with_a_message_and_gives_up_by_name(
     lease = engine_lease(tmp_path / "engine.lock", timeout_s=1.0, notify=messages.append)
     with pytest.raises(EnvironmentUnfitError, match=rf"pid {holder.pid}\b.*after 1 s"), lease:
         pytest.fail("two leases")
-    assert 0.9 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.9
     assert messages == [f"waiting for another engine on this machine (pid {holder.pid}) to end"]
 
 

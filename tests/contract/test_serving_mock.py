@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from pipeline.serving.signals import COUNTS, parse_metrics
+from pipeline.serving.signals import COUNTS, MetricsSnapshot, parse_metrics
 from tests.support.mock_vllm import MockServer, start_mock
+from tests.support.patience import PATIENCE_S, wait_until
 
 RECORDED = Path(__file__).parent / "recorded"
 WIRE = json.loads((RECORDED / "wire-0.32.json").read_text(encoding="utf-8"))
@@ -146,34 +148,61 @@ def test_metrics_have_the_engines_names_and_labels() -> None:
 # --- scripted behaviour -------------------------------------------------------------------------------------------
 
 
-def stream(mock: MockServer, tokens: int = 6, timeout: float = 5.0) -> list[tuple[float, str]]:
-    """(seconds since the request was sent, event) of one streamed completion."""
+CLOCK_S = 0.001
+
+
+def events_of(
+    mock: MockServer, tokens: int = 6, timeout_s: float = PATIENCE_S
+) -> Iterator[tuple[float, str]]:
+    """(seconds since the request was sent, event) of one streamed completion, as they come."""
     body = {"model": "demo", "prompt": "one two", "max_tokens": tokens, "stream": True}
     body["stream_options"] = {"include_usage": True}
     started = time.perf_counter()
-    answer = requests.post(f"{mock.base_url}/v1/completions", json=body, stream=True, timeout=timeout)
+    answer = requests.post(f"{mock.base_url}/v1/completions", json=body, stream=True, timeout=timeout_s)
     answer.raise_for_status()
-    lines = answer.iter_lines(chunk_size=1)
-    return [(time.perf_counter() - started, line.decode().removeprefix("data: ")) for line in lines if line]
+    for line in answer.iter_lines(chunk_size=1):
+        if line:
+            yield time.perf_counter() - started, line.decode().removeprefix("data: ")
 
 
-def test_latencies_follow_the_script() -> None:
-    with start_mock(ttft_s=0.2, itl_s=0.05) as mock:
+def stream(mock: MockServer, tokens: int = 6, timeout_s: float = PATIENCE_S) -> list[tuple[float, str]]:
+    """The same, whole."""
+    return list(events_of(mock, tokens, timeout_s))
+
+
+@pytest.mark.parametrize(
+    ("script", "scripted_s"),
+    [
+        ({"ttft_s": 0.2, "itl_s": 0.05}, [0.2, 0.25, 0.3, 0.35, 0.4, 0.45]),
+        ({"ttft_s": 0.1, "itl_s": 0.05, "tokens_per_chunk": 3}, [0.1, 0.25]),
+    ],
+)
+def test_no_token_is_sent_before_its_time_or_seen_before_it_is_sent(
+    script: dict[str, Any], scripted_s: list[float]
+) -> None:
+    """How late they are is the machine's; `make bench` holds it to 1 ms + 1 %."""
+    with start_mock(**script) as mock:
         times = [when for when, event in stream(mock) if '"text"' in event]
-    assert times == pytest.approx([0.2 + 0.05 * index for index in range(6)], abs=0.045)
+        sent_s = [sent - mock.arrived_s[0] for sent in mock.sent_s[0]]
+    assert len(times) == len(sent_s) == len(scripted_s)
+    for seen, sent, scripted in zip(times, sent_s, scripted_s, strict=True):
+        assert seen > sent - CLOCK_S > scripted - 2 * CLOCK_S
 
 
-def test_chunks_of_several_tokens_keep_the_rate() -> None:
-    with start_mock(ttft_s=0.1, itl_s=0.05, tokens_per_chunk=3) as mock:
-        times = [when for when, event in stream(mock) if '"text"' in event]
-    assert times == pytest.approx([0.1, 0.25], abs=0.045)
-
-
-def test_empty_first_chunk_comes_before_the_first_token() -> None:
-    with start_mock(ttft_s=0.2, empty_first_chunk=True) as mock:
-        (first, event), (second, _), *_ = stream(mock)
-    assert json.loads(event)["choices"][0]["text"] == ""
-    assert first < 0.15 < second
+def test_a_held_request_waits_until_it_may_go_on() -> None:
+    """Its empty first chunk comes before, its first token and its time after."""
+    go_on = threading.Event()
+    with start_mock(
+        ttft_s=0.1, empty_first_chunk=True, hold=lambda number, received: not go_on.is_set()
+    ) as mock:
+        coming = events_of(mock)
+        _, event = next(coming)
+        assert json.loads(event)["choices"][0]["text"] == ""
+        assert mock.sent_s == [[]]
+        went_on = time.monotonic()
+        go_on.set()
+        assert len([event for _, event in coming if '"text"' in event]) == 6
+    assert mock.sent_s[0][0] > went_on + 0.1 - CLOCK_S
 
 
 def test_missing_usage() -> None:
@@ -186,47 +215,55 @@ def test_faults_hit_every_nth_request_and_no_other(fault: str) -> None:
     outcomes = []
     with start_mock(**{fault: 2}) as mock:
         for _ in range(4):
+            # Only a stream that is to stall is waited for so shortly that a slow machine could take it for one.
+            stalls = fault == "stall_every" and len(outcomes) % 2 == 1
             try:
-                text = [event for _, event in stream(mock, timeout=0.5)]
+                text = [event for _, event in stream(mock, timeout_s=1.0 if stalls else PATIENCE_S)]
                 outcomes.append("bad" if any(event.endswith('"text": ') for event in text) else text[-1])
             except requests.RequestException:
                 outcomes.append("bad")
     assert outcomes == ["[DONE]", "bad", "[DONE]", "bad"]
 
 
+def metrics_of(mock: MockServer) -> MetricsSnapshot:
+    return parse_metrics(requests.get(f"{mock.base_url}/metrics").text)
+
+
 def test_a_client_that_leaves_gives_its_blocks_back() -> None:
     with start_mock(stall_every=1) as mock:
         with pytest.raises(requests.RequestException):
-            stream(mock, timeout=0.3)
-        deadline = time.monotonic() + 5
-        while (
-            parse_metrics(requests.get(f"{mock.base_url}/metrics").text).running
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
-        assert parse_metrics(requests.get(f"{mock.base_url}/metrics").text).kv_usage == 0.0
+            stream(mock, timeout_s=0.3)
+        wait_until(lambda: mock.requests and metrics_of(mock).running == 0)
+        assert metrics_of(mock).kv_usage == 0.0
 
 
 def test_pool_limits_what_runs_and_the_rest_waits_in_order() -> None:
-    # 29 usable blocks of 128 hold 7 requests of 4 blocks
-    with start_mock(ttft_s=0.4, kv_cache_tokens=30 * 128, max_model_len=512) as mock:
+    """29 usable blocks of 128 hold 7 requests of 4 blocks. Nobody is answered before all twelve have been counted."""
+    counted = threading.Event()
+    begun: list[int] = []
+
+    def hold(number: int, received: int) -> bool:
+        if number not in begun:
+            begun.append(number)
+        return not counted.is_set()
+
+    with start_mock(kv_cache_tokens=30 * 128, max_model_len=512, hold=hold) as mock:
         body = {"model": "demo", "prompt": " w" * 400, "max_tokens": 100}
-        ends: list[float] = []
-
-        def ask() -> None:
-            requests.post(f"{mock.base_url}/v1/completions", json=body)
-            ends.append(time.monotonic())
-
-        threads = [threading.Thread(target=ask) for _ in range(12)]
+        url = f"{mock.base_url}/v1/completions"
+        threads = [
+            threading.Thread(target=requests.post, args=(url,), kwargs={"json": body}) for _ in range(12)
+        ]
         for thread in threads:
             thread.start()
-        time.sleep(0.25)
-        metrics = parse_metrics(requests.get(f"{mock.base_url}/metrics").text)
+        wait_until(lambda: len(mock.requests) == 12)
+        metrics = metrics_of(mock)
+        assert begun == [1, 2, 3, 4, 5, 6, 7]
+        counted.set()
         for thread in threads:
             thread.join()
     assert (metrics.running, metrics.waiting) == (7, 5)
     assert metrics.kv_usage == pytest.approx(28 / 29)
-    assert ends[7] - ends[0] > 0.3
+    assert begun == list(range(1, 13))
 
 
 def test_scores_are_a_function_of_the_text_and_the_seed() -> None:

@@ -6,12 +6,15 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 
+from pipeline.serving import sampler as module
 from pipeline.serving.sampler import COLUMNS, MetricsSampler
 from tests.support.mock_vllm import MockServer, start_mock
+from tests.support.patience import wait_until
 
 
 def load(mock: MockServer, requests_at_once: int, tokens: int = 100) -> list[threading.Thread]:
@@ -29,9 +32,14 @@ def load(mock: MockServer, requests_at_once: int, tokens: int = 100) -> list[thr
 
 def test_sees_the_pool_fill_and_empty(tmp_path: Path) -> None:
     # 8 blocks of 128, one of them the null block; a request of 300 + 100 tokens holds 4: one runs, the others wait
-    with start_mock(ttft_s=0.2, kv_cache_tokens=1024, preemptions_per_request=1) as mock:
+    full_was_seen = threading.Event()
+    script = {"kv_cache_tokens": 1024, "preemptions_per_request": 1}
+    with start_mock(hold=lambda number, received: not full_was_seen.is_set(), **script) as mock:
         with MetricsSampler(mock.base_url, interval_s=0.05) as sampler:
-            for thread in load(mock, 3):
+            threads = load(mock, 3)
+            wait_until(lambda: sampler.timeline and sampler.timeline[-1]["waiting"] == 2)
+            full_was_seen.set()
+            for thread in threads:
                 thread.join()
         rows = sampler.timeline
     assert {row["running"] for row in rows} == {0, 1}
@@ -47,23 +55,43 @@ def test_sees_the_pool_fill_and_empty(tmp_path: Path) -> None:
     assert [json.loads(line) for line in written] == rows
 
 
-def test_interval_is_kept_and_the_clock_is_monotonic() -> None:
+def test_readings_go_on_no_faster_than_asked_and_the_clock_is_monotonic() -> None:
     with start_mock() as mock:
         before = time.monotonic()
         with MetricsSampler(mock.base_url, interval_s=0.1) as sampler:
-            time.sleep(1.05)
+            wait_until(lambda: len(sampler.timeline) >= 10)
         after = time.monotonic()
-    assert 10 <= len(sampler.timeline) <= 13
+    assert len(sampler.timeline) <= (after - before) / 0.1 + 2  # one at each end
     assert before <= sampler.timeline[0]["t_s"] <= sampler.timeline[-1]["t_s"] <= after
+
+
+def test_slow_readings_do_not_stretch_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of our own: readings of 0.3 s stay on the grid of 1 s, and one of 2.5 s moves it."""
+    clock, begun, takes_s = [100.0], [], [0.3, 0.3, 2.5, 0.3, 0.3]
+    sampler = MetricsSampler("http://127.0.0.1:9", interval_s=1.0)
+
+    def read(session: requests.Session) -> None:
+        begun.append(clock[0])
+        clock[0] += takes_s[len(begun) - 1]
+        if len(begun) == len(takes_s) - 1:
+            sampler._stop.set()
+
+    def wait(seconds: float) -> None:
+        clock[0] += max(0.0, seconds)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(sampler, "_read", read)
+    monkeypatch.setattr(sampler._stop, "wait", wait)
+    sampler._run()
+    assert begun == pytest.approx([100.0, 101.0, 102.0, 104.5, 105.5])
 
 
 def test_survives_a_dying_server_and_keeps_what_it_has() -> None:
     with start_mock() as mock, MetricsSampler(mock.base_url, interval_s=0.05) as sampler:
-        time.sleep(0.3)
+        wait_until(lambda: len(sampler.timeline) >= 3)
         mock.die()
-        time.sleep(0.3)
+        wait_until(lambda: sampler.failures >= 3)
     assert len(sampler.timeline) >= 3
-    assert sampler.failures >= 3
     assert all(row["running"] == 0 for row in sampler.timeline)
 
 

@@ -38,7 +38,7 @@ def run(code: list[str], *, avx2: bool, **variables: str) -> subprocess.Complete
     environment = {name: value for name, value in os.environ.items() if name != detect.VARIABLE}
     environment |= {"PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "INFO", **variables}
     return subprocess.run(
-        [sys.executable, *code], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *code], env=environment, capture_output=True, text=True, timeout=1800, check=False
     )
 
 

@@ -6,6 +6,8 @@ In process (a thread with its own event loop; ready on entry):
     with start_mock(ttft_s=0.05, itl_s=0.01) as mock:
         requests.post(f"{mock.base_url}/v1/completions", json={"model": mock.served_name, ...})
         mock.requests        # bodies of the completion requests so far, in order of arrival
+        mock.arrived_s       # for each of them when it came, on time.monotonic's clock
+        mock.sent_s          # for each of them when each of its tokens' events was sent, if it was streamed
         mock.die()           # close the listener and every open connection at once, as a dying engine does
 
 As a process that stands in for the engine's own interpreter (`serve(spec, python=fake_python(tmp_path, ...))`), or by
@@ -40,6 +42,7 @@ from typing import Any
 
 from tests.support import mock_vllm_wire as wire
 from tests.support.mock_vllm_server import MockServer, Script
+from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -65,7 +68,7 @@ def start_mock(**script: Any) -> Iterator[MockServer]:
 
     thread = threading.Thread(target=run, name="mock-vllm", daemon=True)
     thread.start()
-    if not ready.wait(10):
+    if not ready.wait(PATIENCE_S):
         raise RuntimeError("the mock did not start")
     try:
         yield mock
@@ -135,7 +138,7 @@ async def _serve_forever(mock: MockServer, port: int) -> None:
 def main(argv: list[str]) -> int:
     """Entry point of `python -m tests.support.mock_vllm`."""
     script, port = _parse(argv)
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
     for _ in range(script.stray_children):
         subprocess.Popen(sleeper, start_new_session=True)
     if script.ignore_sigterm:

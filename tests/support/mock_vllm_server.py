@@ -12,10 +12,14 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support import mock_vllm_wire as wire
+
+Hold = Callable[[int, int], bool]
+HOLD_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Script:
     ttft_step_s: float = 0.0  # the n-th streamed request of each `step_period` takes (n - 1) steps longer
     itl_step_s: float = 0.0
     step_period: int = 1
+    hold: Hold | None = (
+        None  # in process only: an admitted request waits, and its times only start, after this is False;
+    )
+    # asked with the request's number and that of the last request received, so that a test sets orders, not times
     tokens_per_chunk: int = 1
     seed: int = 0
     score: wire.Scorer | None = None  # in process only: replaces the pseudo-logprobs
@@ -50,6 +58,7 @@ class Script:
     # faults
     die_at_request: int | None = None  # exit 1 in the middle of this request (1 = the first)
     die_log: str = "RuntimeError: scripted death"
+    refuse_after_s: float | None = None  # HTTP 500 after so long, instead of a place in the queue
     error_every: int | None = None  # every n-th request: HTTP 500
     reset_every: int | None = None  # every n-th request: connection reset after the first chunk
     stall_every: int | None = None  # every n-th request: silence after the first chunk
@@ -112,6 +121,8 @@ class MockServer:
         self.script = script
         self.served_name = script.served_name
         self.requests: list[dict[str, Any]] = []
+        self.arrived_s: list[float] = []
+        self.sent_s: list[list[float]] = []
         self.base_url = ""
         self.port = 0
         self._in_process = in_process
@@ -245,13 +256,18 @@ class MockServer:
     async def _completions(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         script = self.script
         self.requests.append(body)
+        self.arrived_s.append(self._arrivals[writer])
+        self.sent_s.append([])
         number = len(self.requests)
         if script.never_ready:
             await asyncio.sleep(3600)
         if body.get("model") not in (None, script.served_name):
             message = f"The model `{body['model']}` does not exist. Valid aliases: {script.served_name}."
             return await self._json(writer, 404, wire.error_body(message, "NotFoundError", 404, "model"))
-        if _hits(script.error_every, number):
+        refused = script.refuse_after_s is not None and self._pool.running >= script.max_num_seqs
+        if refused:
+            await asyncio.sleep(script.refuse_after_s or 0.0)
+        if refused or _hits(script.error_every, number):
             return await self._json(
                 writer, 500, wire.error_body("scripted error", "InternalServerError", 500)
             )
@@ -275,7 +291,7 @@ class MockServer:
             await self._stream(writer, body, number, prompts[0], want)
         else:
             answers = await asyncio.gather(
-                *(self._answer(body, index, *one, want) for index, one in enumerate(prompts))
+                *(self._answer(body, number, index, *one, want) for index, one in enumerate(prompts))
             )
             if script.die_at_request == number:
                 return self.drop_everything()
@@ -296,11 +312,20 @@ class MockServer:
         blocks = math.ceil((len(ids) + want) / self.script.block_size)
         return self._pool.hold(min(blocks, self._pool.blocks))
 
+    async def _held(self, number: int) -> bool:
+        """Wait while the script holds the request; whether it did."""
+        hold, held = self.script.hold, False
+        while hold is not None and hold(number, len(self.requests)):
+            held = True
+            await asyncio.sleep(HOLD_POLL_S)
+        return held
+
     async def _answer(
-        self, body: dict[str, Any], index: int, ids: list[int], strings: list[str], want: int
+        self, body: dict[str, Any], number: int, index: int, ids: list[int], strings: list[str], want: int
     ) -> Any:
         """One choice of a non-streaming answer."""
         async with self._admission(ids, want):
+            await self._held(number)
             await asyncio.sleep(self.script.ttft_s + self.script.itl_s * max(0, want - 1))
         self._counters["generation_tokens"] += want
         made = wire.generated(strings, want)
@@ -363,15 +388,18 @@ class MockServer:
         async with self._admission(ids, want):
             # Counted from the request's arrival where it didn't wait: what the mock itself needs isn't scripted.
             begun = clock() if clock() - asked > 0.001 else self._arrivals[writer]
-            due = begun + script.ttft_s + step * script.ttft_step_s
             if script.empty_first_chunk:
                 await event(counted(chunk(""), 0))
+            if await self._held(number):
+                begun = clock()
+            due = begun + script.ttft_s + step * script.ttft_step_s
             made = wire.generated(strings, want)
             for start in range(0, want, script.tokens_per_chunk):
                 await asyncio.sleep(due - asyncio.get_running_loop().time())
                 part = made[start : start + script.tokens_per_chunk]
                 last = start + len(part) >= want
                 self._counters["generation_tokens"] += len(part)
+                self.sent_s[number - 1].append(clock())
                 await event(counted(chunk("".join(part), "length" if last else None), start + len(part)))
                 due += itl_s * len(part)
                 if script.die_at_request == number:

@@ -15,6 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = (
+        128  # with the default of 5, streams that connect at once wait a second for the kernel's next try
+    )
+    daemon_threads = True
+
+
 Spoil = Callable[[dict[str, Any]], Any]
 
 
@@ -71,8 +79,7 @@ def scoring_server(
         def log_message(self, *arguments: Any) -> None:
             """Quiet."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    http = _Server(("127.0.0.1", 0), Handler)
     server.base_url = f"http://127.0.0.1:{http.server_address[1]}"
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
