@@ -19,6 +19,7 @@ from pipeline.serving.command import ServeSpec
 from pipeline.serving.lease import engine_leases
 from pipeline.serving.server import serve
 from tests.support.mock_vllm import fake_python
+from tests.support.patience import PATIENCE_S
 from tests.support.recorded_nvml import DESKTOP, MIB, SECOND_UUID, UUID, RecordedNvml, rtx_4090
 
 
@@ -54,7 +55,7 @@ def start(folder: Path, nvml: RecordedNvml, wanted: ServeSpec | None = None, **o
         wanted or spec(),
         python,
         folder / "serve.log",
-        20.0,
+        PATIENCE_S,
         lease_folder=folder / "lease",
         nvml=nvml,
         **options,
