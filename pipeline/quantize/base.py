@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.compatibility import Request, quantizer_refusals
 from pipeline.errors import UserInputError
 from pipeline.files import read_json, sha256_file
-from pipeline.models.architectures import LAYER_LINEARS, geometry, linear_shape
+from pipeline.models.architectures import geometry
 from pipeline.models.check import check_model, weight_bytes
 from pipeline.models.child import run_module
 from pipeline.models.prepare import replace_folder
@@ -52,6 +53,8 @@ class QuantizeRequest(BaseModel):
     chat_template: bool = False
     """Whether both are put into the model's chat template."""
     recipe: QuantizeRecipe
+    tensor_parallel: int = 1
+    """Cards that will share every layer of the result: a group of weights can't be cut between two."""
     progress_file: Path | None = None
     """Where the running module writes how far it is; set by the launcher."""
 
@@ -152,16 +155,7 @@ def check_request(request: QuantizeRequest) -> None:
     refuse_overlap(request.calibration_file, request.heldout_file)
     config_path = request.model_dir / "config.json"
     sizes = geometry(read_json(config_path), str(config_path))
-    group_size = request.recipe.group_size
-    for linear in LAYER_LINEARS if group_size is not None else ():
-        inputs = linear_shape(sizes, linear)[1]
-        if inputs % group_size:
-            fitting = [
-                size
-                for size in (32, 64, 128)
-                if all(linear_shape(sizes, name)[1] % size == 0 for name in LAYER_LINEARS)
-            ]
-            raise UserInputError(
-                f"quantizer.group_size={group_size} doesn't divide the {inputs} inputs of {linear} in "
-                f"{config_path}; allowed for this model: {', '.join(map(str, fitting)) or 'none'}"
-            )
+    recipe = request.recipe
+    asked = Request(recipe.backend, recipe.group_size, recipe.clip_search, request.tensor_parallel)
+    for refusal in quantizer_refusals(sizes, asked):
+        raise UserInputError(f"{config_path}: {refusal}")

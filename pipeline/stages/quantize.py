@@ -29,6 +29,7 @@ def run(settings: Settings, scheme: str) -> None:
         heldout_file=Path(settings.calibration.heldout_file),
         chat_template=settings.calibration.chat_template,
         recipe=recipe.recipe,
+        tensor_parallel=settings.server.tensor_parallel,
     )
     python = interpreter(backend(recipe.backend).environment)
     record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")

@@ -1,0 +1,197 @@
+"""What each quantizer takes: architectures, group sizes, widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.capacity.geometry import Geometry
+from pipeline.compatibility.refusal import Refusal
+from pipeline.compatibility.shards import Shard, shards
+from pipeline.models.architectures import SUPPORTED
+
+GROUP_SIZES = (32, 64, 128)
+"""What the recipes' schema allows."""
+
+
+@dataclass(frozen=True)
+class QuantizerRow:
+    """One backend as released. Names of architectures are the model's class names."""
+
+    backend: str
+    version: str
+    scheme_format: str
+    """Format of the checkpoint, as `weights.WEIGHT_KERNELS` names it."""
+    architectures: frozenset[str]
+    architectures_source: str
+    inputs_source: str
+    outputs_multiple: int
+    outputs_source: str
+    clip_outputs_multiple: int | None
+    """Of a module's outputs where the clipping search runs; None: the backend has none (the recipe's schema refuses it)."""
+    clip_source: str
+
+
+AUTOAWQ_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+"""Of the architectures that the planner models, those that AutoAWQ has a class for, under the model type it knows them by."""
+
+QUANTIZERS = {
+    "autoawq": QuantizerRow(
+        backend="autoawq",
+        version="0.2.9",
+        scheme_format="awq",
+        architectures=frozenset(AUTOAWQ_MODEL_TYPES),
+        architectures_source="autoawq 0.2.9, awq/models/auto.py: AWQ_CAUSAL_LM_MODEL_MAP",
+        inputs_source="autoawq 0.2.9, awq/quantize/quantizer.py: pseudo_quantize_tensor",
+        outputs_multiple=8,
+        outputs_source="autoawq 0.2.9, awq/modules/linear/gemm.py: WQLinear_GEMM packs 8 outputs into a word",
+        clip_outputs_multiple=64,
+        clip_source="autoawq 0.2.9, awq/quantize/quantizer.py: _compute_best_clip works on 64 outputs at a time",
+    ),
+    "llmcompressor": QuantizerRow(
+        backend="llmcompressor",
+        version="0.14.0.1",
+        scheme_format="pack-quantized",
+        architectures=frozenset(
+            {
+                "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+                "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+                "GraniteForCausalLM",
+            }
+        ),
+        architectures_source="llmcompressor 0.14.0.1, modifiers/transform/awq/mappings.py: AWQ_MAPPING_REGISTRY",
+        inputs_source="compressed-tensors 0.19.0, quantization/lifecycle/forward_helpers.py",
+        outputs_multiple=8,
+        outputs_source="compressed-tensors 0.19.0, pack-quantized: zero points packed 8 outputs to a word",
+        clip_outputs_multiple=None,
+        clip_source="llmcompressor 0.14.0.1, modifiers/transform/awq/base.py: scales only",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """One quantization, as far as its possibility goes."""
+
+    backend: str
+    group_size: int | None
+    """None: weights stay at 16 bits, only KV scales are calibrated."""
+    clip_search: bool
+    tensor_parallel: int = 1
+    """Ranks that the result is served on."""
+
+
+def quantizer_refusals(geometry: Geometry, request: Request) -> list[Refusal]:
+    """Why `request` can't be done on a model, each with what to do instead; empty when it can."""
+    row = QUANTIZERS.get(request.backend)
+    if row is None:
+        return [
+            Refusal(
+                f"quantizer.backend={request.backend!r} isn't in the compatibility table",
+                f"use {' or '.join(QUANTIZERS)}",
+                "pipeline/compatibility/quantizers.py",
+            )
+        ]
+    found = _architecture(geometry, row)
+    if request.group_size is not None:
+        whole, parts = shards(geometry, 1), shards(geometry, request.tensor_parallel)
+        found += _groups(whole, parts, request.group_size, request.tensor_parallel, row)
+        found += _outputs(whole, parts, request, row)
+    return found
+
+
+def _architecture(geometry: Geometry, row: QuantizerRow) -> list[Refusal]:
+    name = geometry.architecture
+    if name not in row.architectures:
+        others = [
+            other.backend
+            for other in QUANTIZERS.values()
+            if name in other.architectures and name in SUPPORTED
+        ]
+        fix = f"use backend {others[0]}" if others else f"quantized are {', '.join(SUPPORTED)}"
+        return [Refusal(f"{row.backend} has no rules for {name}", fix, row.architectures_source)]
+    if name not in SUPPORTED:
+        return [
+            Refusal(
+                f"{row.backend} takes {name}, but nothing here proves its result",
+                f"quantized are {', '.join(SUPPORTED)}",
+                "pipeline/models/architectures.py",
+            )
+        ]
+    return []
+
+
+def _groups(
+    whole: Sequence[Shard], parts: Sequence[Shard], size: int, ranks: int, row: QuantizerRow
+) -> list[Refusal]:
+    def fitting(shapes: Sequence[Shard]) -> list[int]:
+        return [other for other in GROUP_SIZES if all(shape.inputs % other == 0 for shape in shapes)]
+
+    wrong = next((shape for shape in whole if shape.inputs % size), None)
+    if wrong is not None:
+        sizes = fitting(parts) or fitting(whole)
+        fix = (
+            f"use group_size {_either(sizes)}" if sizes else "no group size fits this model, keep it in BF16"
+        )
+        return [
+            Refusal(
+                f"quantizer.group_size={size} doesn't divide the {wrong.inputs:g} inputs of {wrong.name}",
+                fix,
+                row.inputs_source,
+            )
+        ]
+    wrong = next((shape for shape in parts if shape.inputs % size), None)
+    if wrong is None:
+        return []
+    sizes = fitting(parts)
+    fix = f"use group_size {_either(sizes)}" if sizes else f"use a tensor_parallel below {ranks}"
+    return [
+        Refusal(
+            f"quantizer.group_size={size} doesn't divide the {wrong.inputs:g} inputs of {wrong.name} that each of {ranks} "
+            "cards holds",
+            fix,
+            "vLLM 0.32, distributed/utils.py: verify_group_size_divides_partition",
+        )
+    ]
+
+
+def _outputs(
+    whole: Sequence[Shard], parts: Sequence[Shard], request: Request, row: QuantizerRow
+) -> list[Refusal]:
+    found = []
+    for shapes, where in ((whole, ""), (parts, f" that each of {request.tensor_parallel} cards holds")):
+        wrong = next((shape for shape in shapes if shape.outputs % row.outputs_multiple), None)
+        if wrong is not None:
+            fix = "this model can't be packed, keep it in BF16" if not where else "use fewer cards"
+            found.append(
+                Refusal(
+                    f"the {wrong.outputs:g} outputs of {wrong.name}{where} aren't a multiple of {row.outputs_multiple}",
+                    fix,
+                    row.outputs_source,
+                )
+            )
+            break
+    clip = row.clip_outputs_multiple
+    if request.clip_search and (wrong := next((s for s in whole if clip and s.outputs % clip), None)):
+        found.append(
+            Refusal(
+                f"the clip search needs a multiple of {clip} outputs, {wrong.name} has {wrong.outputs:g}",
+                "set quantizer.clip_search to false, or use backend llmcompressor",
+                row.clip_source,
+            )
+        )
+    return found
+
+
+def _either(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
