@@ -130,7 +130,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     settings = load_settings(_overrides(arguments.overrides))
     checks = examine(settings, describe_machine(environments_of(settings)))
-    error = verdict(checks)
+    error = verdict(settings.profile, checks)
     if arguments.json:
         found = {
             "profile": settings.profile,

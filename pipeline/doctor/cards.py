@@ -1,0 +1,134 @@
+"""The cards: are they there, does their driver run the engine, how much of them is free, and who holds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.capacity import GIB
+from pipeline.compatibility.drivers import cuda_major, needed_driver
+from pipeline.doctor.check import Check, ok, unfit, warn
+from pipeline.errors import EnvironmentUnfitError, QuantgateError
+from pipeline.gpu import NoDriver, Nvml, chosen, open_nvml
+from pipeline.planning.scenario import card_of
+from pipeline.results import Gpu, GpuProcess
+from pipeline.settings import Settings
+
+MEMORY_TOLERANCE_BYTES = GIB // 100
+"""Conf files give a card's memory in hundredths of a GiB."""
+HELD_TOLERANCE_BYTES = GIB // 4
+"""A driver's own contexts and an idle text console come and go in this range; a desktop holds 1 to 2 GiB."""
+
+
+def cards_of(settings: Settings, library: Any) -> list[Gpu]:
+    """The cards that the profile's engine would get; none where there aren't enough, which `check_cards` explains."""
+    if settings.device.kind == "cpu":
+        return []
+    try:
+        with open_nvml(library) as nvml:
+            return chosen(nvml.gpus(), _count(settings))
+    except QuantgateError:
+        return []
+
+
+def check_cards(settings: Settings, library: Any, serve_lock: dict[str, str]) -> Iterator[Check]:
+    """All checks of the cards of a profile that serves on some."""
+    device = settings.device
+    wanted = f"the profile {settings.profile} serves on one ({device.name}, {device.memory_gib} GiB visible)"
+    elsewhere = "run it on a machine with that card and its driver (nvidia-smi must list it); the profile demo needs none"
+    try:
+        with open_nvml(library) as nvml:
+            gpus = nvml.gpus()
+            if not gpus:
+                yield unfit("GPU", f"the driver sees no card; {wanted}", elsewhere)
+                return
+            yield _driver(gpus[0], serve_lock)
+            try:
+                mine = chosen(gpus, _count(settings))
+            except EnvironmentUnfitError as error:
+                yield unfit("GPU", f"{error}; {wanted}", elsewhere)
+                return
+            for gpu in mine:
+                yield _card(gpu, len(gpus))
+                yield _memory(settings, gpu)
+                yield _held(settings, gpu, nvml)
+    except NoDriver as error:
+        fix = elsewhere if error.absent else "repair the driver; nvidia-smi must list the card"
+        yield unfit("GPU", f"{error}, so there is no card; {wanted}", fix)
+
+
+def capability_of(gpus: list[Gpu]) -> int | None:
+    """The lowest compute capability of some cards, 89 for 8.9; None without cards."""
+    return min((int(gpu.compute_capability.replace(".", "")) for gpu in gpus), default=None)
+
+
+def _count(settings: Settings) -> int:
+    return settings.server.tensor_parallel * settings.server.pipeline_parallel
+
+
+def _driver(gpu: Gpu, serve_lock: dict[str, str]) -> Check:
+    major = cuda_major(serve_lock)
+    needed, found = needed_driver(major), f"{gpu.driver}, runs CUDA up to {gpu.cuda}"
+    if int(gpu.driver.split(".")[0]) < needed:
+        return unfit(
+            "driver", f"{found}; the engine is built with CUDA {major}", f"install driver {needed} or newer"
+        )
+    return ok("driver", f"{found}; the engine is built with CUDA {major}, which needs {needed}")
+
+
+def _card(gpu: Gpu, count: int) -> Check:
+    which = f" (card {gpu.index} of {count}; CUDA_VISIBLE_DEVICES chooses)" if count > 1 else ""
+    found = f"{gpu.name}, {gpu.memory_visible_bytes / GIB:.2f} GiB visible, compute capability {gpu.compute_capability}{which}"
+    if gpu.mig and not gpu.uuid.startswith("MIG-"):
+        return unfit(
+            "GPU",
+            f"{found}: it is in MIG mode and has no slice",
+            "make one (`nvidia-smi mig -cgi … -C`) or switch MIG off (`nvidia-smi -mig 0`)",
+        )
+    if gpu.mig:
+        return warn(
+            "GPU",
+            f"{found}: a MIG slice, which shares power and clocks with its neighbours",
+            "results are the slice's; use a whole card for figures of the card",
+        )
+    return ok("GPU", found)
+
+
+def _memory(settings: Settings, gpu: Gpu) -> Check:
+    device = settings.device
+    found = f"{gpu.memory_visible_bytes / GIB:.2f} GiB visible, conf/device/{device.name}.yaml plans with {device.memory_gib}"
+    away = gpu.memory_visible_bytes - device.memory_bytes
+    fix = f"set device.memory_gib to {gpu.memory_visible_bytes / GIB:.2f}, in a conf/device/ file of its own"
+    if abs(away) <= MEMORY_TOLERANCE_BYTES:
+        return ok("card memory", found)
+    if away < 0:
+        return unfit("card memory", f"{found}: the plan counts on memory that isn't there", fix)
+    return warn("card memory", f"{found}: the card has more", fix)
+
+
+def _held(settings: Settings, gpu: Gpu, nvml: Nvml) -> Check:
+    card, held, free = card_of(settings), nvml.held_bytes(gpu), nvml.free_bytes(gpu)
+    processes = nvml.processes(gpu)
+    who = ", ".join(map(_named, processes)) or "no process that the driver names"
+    found = f"{held / GIB:.2f} GiB are taken ({who}), {free / GIB:.2f} free"
+    asks = int(gpu.memory_visible_bytes * card.utilization)
+    if asks > free:
+        most = int(100 * free / gpu.memory_visible_bytes) / 100
+        ends = f"end {processes[0].name or f'pid {processes[0].pid}'}" if processes else "free the card"
+        return unfit(
+            "memory held by others",
+            f"{found}; the engine asks for {card.utilization} of {gpu.memory_visible_bytes / GIB:.2f} GiB and refuses to start",
+            f"{ends}, or set device.memory_utilization to {most} at most",
+        )
+    if held > card.held_bytes + HELD_TOLERANCE_BYTES:
+        return warn(
+            "memory held by others",
+            f"{found}, planned with {card.held_bytes / GIB:.2f}",
+            f"end them, or plan with device.held_gib={held / GIB:.1f}",
+        )
+    return ok("memory held by others", found)
+
+
+def _named(process: GpuProcess) -> str:
+    size = "unknown" if process.memory_bytes is None else f"{process.memory_bytes / 1024**2:,.0f} MiB"
+    return f"{process.name or 'pid ' + str(process.pid)} {size}"

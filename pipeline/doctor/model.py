@@ -1,0 +1,89 @@
+"""The model: are its weights at hand, or can they be had?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.doctor.check import Check, ok, unfit, warn
+from pipeline.files import cache_folder, read_json
+from pipeline.models.check import check_model
+from pipeline.models.source import HUB_PATTERNS, local_folder
+from pipeline.settings import Settings
+from pipeline.settings.schema import HubSource, LocalSource, PackageSource
+
+TIMEOUT_S = 10.0
+
+
+def check_source(settings: Settings) -> Check:
+    """Whether the stage `prepare` will get the model."""
+    match settings.model.source:
+        case LocalSource() as source:
+            facts = check_model(local_folder(source))
+            return ok(
+                "model",
+                f"{source.path}: {facts.architecture}, {facts.parameters / 1e9:.2f} billion parameters",
+            )
+        case PackageSource() as source:
+            path = cache_folder() / "models" / source.package / Path(source.file).name
+            if path.is_file():
+                return ok("model", f"{source.package} is at hand")
+            return warn(
+                "model",
+                f"{source.package} isn't downloaded yet",
+                "the stage prepare gets it from the package index",
+            )
+        case HubSource() as source:
+            return _hub(source)
+
+
+def local_config(settings: Settings, prepared: Path) -> dict[str, Any] | None:
+    """The config.json of a model that is at hand: prepared by an earlier run, or the user's own folder."""
+    source = settings.model.source
+    places = [prepared, *([Path(source.path).expanduser()] if isinstance(source, LocalSource) else [])]
+    for folder in places:
+        if (folder / "config.json").is_file():
+            return dict(read_json(folder / "config.json"))
+    return None
+
+
+def hub_folder(source: HubSource) -> Path | None:
+    """The complete snapshot of the pinned revision in the hub's cache, None where it isn't there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                source.repo,
+                revision=source.revision,
+                allow_patterns=list(HUB_PATTERNS),
+                local_files_only=True,
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _hub(source: HubSource) -> Check:
+    name = f"{source.repo}@{source.revision[:12]}"
+    folder = hub_folder(source)
+    if folder is not None:
+        facts = check_model(folder)
+        return ok(
+            "model", f"{name} is in the hub's cache, whole: {facts.parameters / 1e9:.2f} billion parameters"
+        )
+    elsewhere = "download it where the hub is reachable and set the model's source to {kind: local, path: …}, or HF_ENDPOINT to a mirror"
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        return unfit("model", f"{name} isn't in the hub's cache, and HF_HUB_OFFLINE is set", elsewhere)
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT_S)
+    except Exception as error:  # every failure of the hub client means the same here: it can't be had
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return unfit(
+            "model", f"{name} isn't in the hub's cache and can't be had from the hub ({cause})", elsewhere
+        )
+    return ok("model", f"{name} isn't in the hub's cache yet; the hub has it")

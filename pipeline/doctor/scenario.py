@@ -1,0 +1,169 @@
+"""The profile itself: quantizers that can, kernels that exist here, an eval set in order, a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.capacity import Geometry
+from pipeline.capacity.layers import Attention
+from pipeline.compatibility import (
+    QUANTIZERS,
+    Engine,
+    Refusal,
+    Request,
+    attention_backends,
+    attention_refusals,
+    quantizer_refusals,
+    weight_kernel,
+    weight_refusals,
+)
+from pipeline.compatibility.weights import READ_FROM
+from pipeline.doctor.cards import capability_of
+from pipeline.doctor.check import Check, ok, unfit, warn, wrong
+from pipeline.planning import plan_of
+from pipeline.planning.scenario import geometry_of
+from pipeline.results import Environment, Gpu
+from pipeline.settings import Settings, VariantSettings
+
+
+def check_quantizers(settings: Settings) -> Iterator[Check]:
+    """What the stage `quantize` would refuse, before a model is fetched."""
+    if settings.quantizers and settings.model.config is None:
+        yield _unknown("quantizers")
+        return
+    for scheme, recipe in settings.quantizers.items():
+        asked = Request(
+            recipe.backend, recipe.group_size, recipe.clip_search, settings.server.tensor_parallel
+        )
+        refusals = quantizer_refusals(geometry_of(settings), asked)
+        row = QUANTIZERS.get(recipe.backend)
+        name = f"quantizer {scheme}"
+        where = f"conf/quantizer/{recipe.name}.yaml"
+        if refusals:
+            yield wrong(name, f"{where}: {_what(refusals)}", refusals[0].fix)
+        else:
+            size = f"groups of {recipe.group_size} fit every layer" if recipe.group_size else "KV scales only"
+            yield ok(name, f"{recipe.backend} {row.version if row else ''}, {size}")
+
+
+def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> Iterator[Check]:
+    """For every variant: which kernels will run it on this device, or why none does."""
+    device, server = settings.device, settings.server
+    engine = Engine(
+        server.engine_version, device.kind, capability_of(gpus), machine.cpu_flags, server.tensor_parallel
+    )
+    if not engine.is_read:
+        yield warn(
+            "kernels",
+            f"the tables are of vLLM {READ_FROM}, the profile's engine is {server.engine_version}",
+            f"take what follows as a hint, or serve with {READ_FROM}",
+        )
+    if settings.model.config is None:
+        yield _unknown("kernels")
+        return
+    geometry = geometry_of(settings)
+    if device.kind == "cuda" and not gpus:
+        yield warn("kernels", f"not checked: there is no card. {_needed(settings, geometry)}", "see GPU")
+        return
+    for variant in settings.variants.values():
+        name = f"kernels {variant.name}"
+        refusals = _refusals(settings, variant, geometry, engine)
+        found = _kernels(settings, variant, geometry, engine)
+        if refusals:
+            yield unfit(name, _what(refusals), refusals[0].fix)
+        else:
+            yield ok(name, found)
+
+
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+"""Of the cards since Turing: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX 5090."""
+
+
+def _needed(settings: Settings, geometry: Geometry) -> str:
+    """The lowest compute capability that each variant would run on."""
+    lowest: dict[str, list[str]] = {}
+    for variant in settings.variants.values():
+        for capability in CAPABILITIES:
+            engine = Engine(
+                settings.server.engine_version,
+                "cuda",
+                capability,
+                tensor_parallel=settings.server.tensor_parallel,
+            )
+            if not _refusals(settings, variant, geometry, engine):
+                lowest.setdefault(f"{capability / 10:.1f}", []).append(variant.name)
+                break
+        else:
+            lowest.setdefault("one that doesn't exist", []).append(variant.name)
+    parts = [f"{capability} ({', '.join(names)})" for capability, names in lowest.items()]
+    return f"The variants need compute capability {'; '.join(parts)}"
+
+
+def _refusals(
+    settings: Settings, variant: VariantSettings, geometry: Geometry, engine: Engine
+) -> list[Refusal]:
+    found = []
+    recipe = settings.quantizers.get(variant.weights)
+    if recipe is not None and recipe.group_size is not None:
+        form = QUANTIZERS[recipe.backend].scheme_format
+        found += weight_refusals(geometry, engine, form, recipe.group_size)
+    pinned = _pinned(variant.engine_args)
+    for head in _head_sizes(geometry):
+        found += attention_refusals(variant.kv_cache_dtype, engine, head, pinned)
+    return found
+
+
+def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, engine: Engine) -> str:
+    parts = []
+    recipe = settings.quantizers.get(variant.weights)
+    if recipe is not None and recipe.group_size is not None:
+        row = weight_kernel(engine, QUANTIZERS[recipe.backend].scheme_format)
+        parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
+    pinned = _pinned(variant.engine_args)
+    for head in _head_sizes(geometry):
+        backends = attention_backends(variant.kv_cache_dtype, engine, head)
+        taken = next((row for row in backends if pinned in (None, row.backend)), None)
+        if taken is not None:
+            others = [row.backend for row in backends if row is not taken]
+            also = f" (or {', '.join(others)})" if others and pinned is None and engine.kind == "cuda" else ""
+            parts.append(
+                f"{variant.kv_cache_dtype} KV {taken.backend}{', emulated' if taken.emulated else ''}{also}"
+            )
+    return "; ".join(dict.fromkeys(filter(None, parts)))
+
+
+def _head_sizes(geometry: Geometry) -> list[int]:
+    return list(
+        dict.fromkeys(layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention))
+    )
+
+
+def _pinned(arguments: tuple[str, ...]) -> str | None:
+    """The attention backend that a variant's engine_args name."""
+    for place, word in enumerate(arguments):
+        if word == "--attention-backend" and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if word.startswith("--attention-backend="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _what(refusals: list[Refusal]) -> str:
+    return "; ".join(f"{refusal.what} [{refusal.source}]" for refusal in refusals)
+
+
+def check_plan(settings: Settings) -> Check:
+    """How many sequences are planned to fit. Too few isn't a failure: finding that out is what a run may be for."""
+    if settings.model.config is None:
+        return _unknown("plan")
+    rows = plan_of(settings)["variants"]
+    fits = ", ".join(f"{row['variant']} {row['sequences']}" for row in rows)
+    return ok("plan", f"{fits} of {settings.policy.required_sequences} sequences")
+
+
+def _unknown(name: str) -> Check:
+    return warn(
+        name,
+        "not checked: the model's conf gives no geometry, and its weights aren't at hand",
+        "put its config.json's sizes under config: in conf/model/, or fetch it first",
+    )
