@@ -1,6 +1,6 @@
-"""`python3 -m pipeline STAGE [ITEM]`: run a stage in the orchestrator's environment, which is built if needed.
+"""`python3 -m pipeline STAGE PROFILE [ITEM]`: run a stage in the orchestrator's environment, which is built if needed.
 
-What dvc.yaml calls. Standard library only, since it runs on whatever `python3` there is: in a fresh clone, in CI and
+What dvc.yaml and graph/dvc.yaml call. Standard library only, since it runs on whatever `python3` there is: in a fresh clone, in CI and
 in DVC's temporary workspaces, none of which has an environment of its own.
 """
 

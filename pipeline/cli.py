@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import UserInputError, run_main
-from pipeline.settings import load_parameters, load_settings, write_parameters
+from pipeline.runs import point_at
+from pipeline.settings import chosen_profile, load_settings, use
 from pipeline.settings.compose import choices_of, profiles
 
 OVERRIDES = "Hydra overrides, e.g. profile=rtx4090, device=rtx4090, server.max_model_len=4096"
@@ -56,7 +57,7 @@ def main() -> int:
     doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
     doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    use = commands.add_parser("use", help="point params.yaml at a profile")
+    use = commands.add_parser("use", help="point params.yaml at a profile, after conf/profile/ has changed")
     use.add_argument("profile", help="a name from conf/profile/")
     commands.add_parser("show", help="the verdict table of the last run, and where the report is")
     ui = commands.add_parser("ui", help="MLflow on 127.0.0.1")
@@ -85,7 +86,7 @@ def _overrides(given: list[str]) -> list[str]:
         for name in profiles():
             if group in keys and choices_of(name).get(group) == keys[group]:
                 return [f"profile={name}", *given]
-    return [f"profile={load_parameters()['profile']}", *given]
+    return [f"profile={chosen_profile()}", *given]
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -112,7 +113,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _calibrate(arguments: argparse.Namespace) -> None:
     from pipeline.planning.calibrate import calibrate
 
-    profile = arguments.profile or load_parameters()["profile"]
+    profile = arguments.profile or chosen_profile()
     settings = load_settings([f"profile={profile}"])
     files = arguments.files or sorted(
         path for path in Path("results/measure").glob("*.json") if not path.name.endswith(".engine.json")
@@ -147,8 +148,8 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _use(arguments: argparse.Namespace) -> None:
-    path = write_parameters(arguments.profile)
-    print(f"{path.name} now names the profile {arguments.profile}; `dvc repro` runs it")
+    chosen = use(arguments.profile)
+    print(f"{chosen.name} now names the profile {arguments.profile}; `dvc repro` runs it")
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -156,6 +157,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from pipeline.report.terminal import verdict_table
     from pipeline.results import Plan, Verdict, load
 
+    point_at(chosen_profile())
     print(verdict_table(load("results/verdict.json", Verdict), load("results/plan.json", Plan)))
     page = read_json("results/tracking.json")["comparison_page"]
     print(f"\nreport:  {Path('results/report.html').resolve()}")

@@ -39,9 +39,9 @@ def selected() -> list[str]:
 
 
 def main() -> int:
-    from pipeline.settings import load_parameters, load_settings
+    from pipeline.settings import chosen_profile, load_settings
 
-    print(*environments_of(load_settings([f"profile={load_parameters()['profile']}"])))
+    print(*environments_of(load_settings([f"profile={chosen_profile()}"])))
     return 0
 
 

@@ -1,6 +1,7 @@
 """The one schema: Hydra composes `conf/`, pydantic validates, every field says its unit and its reason."""
 
-from pipeline.settings.compose import load_parameters, load_settings, write_parameters
+from pipeline.settings.compose import load_settings
+from pipeline.settings.graph import check_graph, chosen_profile, use
 from pipeline.settings.schema import (
     DeviceSettings,
     EvalsetSettings,
@@ -19,7 +20,8 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "VariantSettings",
-    "load_parameters",
+    "check_graph",
+    "chosen_profile",
     "load_settings",
-    "write_parameters",
+    "use",
 ]

@@ -1,9 +1,4 @@
-"""From `conf/` to validated settings, and from a profile to `params.yaml`.
-
-Hydra composes in process; DVC's own Hydra switch stays off, because `dvc repro` never composes with it. DVC sees the
-profile's choices through params.yaml instead: it repeats the group names that the profile selects, so that a stage's
-`params:` can name exactly the files it reads. `quantgate use PROFILE` writes it, and every stage checks it.
-"""
+"""From `conf/` to validated settings. Hydra composes in process; what DVC sees of a profile is in graph.py."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
-from pipeline.files import write_text
 from pipeline.settings.schema import Settings
 
 GROUPS = ("model", "device", "overheads", "server", "load", "evalset", "slo", "policy", "calibration")
@@ -32,6 +26,12 @@ def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Se
     """
     root = (root or Path.cwd()).resolve()
     composed, choices = _compose(root, list(overrides))
+    for key, kind in (("variant_names", list), ("quantizer_names", dict)):
+        if not isinstance(composed.get(key), kind):
+            wanted = "a list of variants" if kind is list else "a mapping of weights schemes to quantizers"
+            raise UserInputError(
+                f"conf/profile/{choices.get('profile', '?')}.yaml: {key} must be {wanted}, found {composed.get(key)!r}"
+            )
     composed["variants"] = {name: _variant(root, name) for name in composed.pop("variant_names")}
     composed["quantizers"] = {
         scheme: _compose_group(root, "quantizer", name)
@@ -42,43 +42,6 @@ def load_settings(overrides: Sequence[str] = (), root: Path | None = None) -> Se
         return Settings.model_validate(composed)
     except ValidationError as error:
         raise UserInputError(_explain(error, choices)) from None
-
-
-def load_parameters(root: Path | None = None) -> dict[str, Any]:
-    """params.yaml as a dictionary, checked to be what its profile says."""
-    import yaml
-
-    root = root or Path.cwd()
-    path = root / "params.yaml"
-    try:
-        parameters = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserInputError(f"{path}: no such file; `quantgate use demo` writes it") from None
-    except yaml.YAMLError as error:
-        raise UserInputError(f"{path}: not valid YAML ({error})") from None
-    if not isinstance(parameters, dict) or not isinstance(parameters.get("profile"), str):
-        raise UserInputError(f"{path}: profile is missing; allowed are {', '.join(profiles(root))}")
-    wanted = _parameters_of(load_settings([f"profile={parameters['profile']}"], root))
-    for key, value in wanted.items():
-        if parameters.get(key) != value:
-            raise UserInputError(
-                f"params.yaml: {key} is {parameters.get(key)!r}, but the profile {parameters['profile']} says {value!r}; "
-                f"run `quantgate use {parameters['profile']}`"
-            )
-    return parameters
-
-
-def write_parameters(profile: str, root: Path | None = None) -> Path:
-    """Point params.yaml at `profile`: its name, the groups it selects and the lists that DVC's stages loop over."""
-    import yaml
-
-    root = root or Path.cwd()
-    parameters = _parameters_of(load_settings([f"profile={profile}"], root))
-    header = (
-        "# What DVC reads: the profile, the conf groups it selects, and the lists that the stages loop over.\n"
-        "# Written by `quantgate use PROFILE` from conf/profile/PROFILE.yaml; each stage checks that the two agree.\n"
-    )
-    return write_text(root / "params.yaml", header + yaml.safe_dump(parameters, sort_keys=False))
 
 
 def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
@@ -103,45 +66,6 @@ def choices_of(profile: str, root: Path | None = None) -> dict[str, str]:
 def profiles(root: Path | None = None) -> list[str]:
     """Names of the profiles in `conf/profile/`."""
     return sorted(path.stem for path in ((root or Path.cwd()) / "conf" / "profile").glob("*.yaml"))
-
-
-def _parameters_of(settings: Settings) -> dict[str, Any]:
-    schemes = {
-        scheme: {"quantizer": recipe.name, "backend": recipe.backend}
-        for scheme, recipe in settings.quantizers.items()
-    }
-    variants = {
-        name: {"weights": variant.weights, "quality_after": _quality_after(settings, name)}
-        for name, variant in settings.variants.items()
-    }
-    return {
-        "profile": settings.profile,
-        **settings.choices,
-        **_evalset_files(settings),
-        "calibration_file": settings.calibration.file,
-        "heldout_file": settings.calibration.heldout_file,
-        "schemes": schemes,
-        "variants": variants,
-    }
-
-
-def _quality_after(settings: Settings, name: str) -> str:
-    """What a variant's quality stage reads of the reference's. The reference itself comes after the model it serves."""
-    if name == settings.reference:
-        return "results/prepare.json"
-    return (
-        f"results/quality/{settings.reference}.{'json' if settings.evalset.looks > 1 else 'logprobs.parquet'}"
-    )
-
-
-def _evalset_files(settings: Settings) -> dict[str, str]:
-    """The eval set's folder, and the file that says when a run stops: a sequential one stops by the policy's margin."""
-    evalset = f"conf/evalset/{settings.choices['evalset']}.yaml"
-    policy = f"conf/policy/{settings.choices['policy']}.yaml"
-    return {
-        "evalset_folder": settings.evalset.folder or evalset,
-        "stops_by": policy if settings.evalset.looks > 1 else evalset,
-    }
 
 
 def _compose(root: Path, overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:

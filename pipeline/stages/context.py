@@ -1,4 +1,4 @@
-"""What every stage needs: the checked settings of params.yaml's profile, and where its files stand."""
+"""What every stage needs: the checked settings of its profile, and where its files stand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 from pipeline.lifetime import end_with_dvc
 from pipeline.results import Environment, PlanRow, load
+from pipeline.runs import point_at
 from pipeline.serving.command import ServeSpec
-from pipeline.settings import Settings, VariantSettings, load_parameters, load_settings
+from pipeline.settings import Settings, VariantSettings, check_graph, load_settings
 
 if TYPE_CHECKING:
     from pipeline.report.bundle import ResultBundle
@@ -22,17 +23,22 @@ LOGS = RESULTS / "logs"
 
 
 def stage_main(run: Callable[[Settings, str], None], item: str | None = None) -> int:
-    """Entry point of a stage: `run(settings, item)`; `item` names the kind of its argument, None when it takes none."""
+    """Entry point of a stage, which is given a profile and its item: `run(settings, item)`.
+
+    `item` names the kind of item, None when there is none.
+    """
 
     def body() -> None:
         end_with_dvc()
         given = sys.argv[1:]
-        if len(given) != (1 if item else 0):
+        if len(given) != (2 if item else 1):
             raise UserInputError(
-                f"this stage takes {f'one {item}' if item else 'no argument'}, given were {given}"
+                f"this stage takes a profile{f' and one {item}' if item else ''}, given were {given}"
             )
-        parameters = load_parameters()
-        run(load_settings([f"profile={parameters['profile']}"]), given[0] if item else "")
+        settings = load_settings([f"profile={given[0]}"])
+        check_graph(settings)
+        point_at(settings.profile)
+        run(settings, given[1] if item else "")
 
     return run_main(body)
 

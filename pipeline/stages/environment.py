@@ -1,7 +1,7 @@
 """Stage `environment`: which machine is this? Always runs; the stages that measure depend on what it writes.
 
 Only what can't change between two runs on one machine goes in, so that the same machine keeps its cached results and
-another one reruns. It is also the first stage, so a params.yaml that doesn't fit its profile stops here.
+another one reruns. It is also the first stage, so a profile that isn't in order stops here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.environments.needed import environments_of
 from pipeline.files import sha256_file
 from pipeline.gpu import read_gpus
 from pipeline.results import Environment, save
-from pipeline.settings import Settings
+from pipeline.settings import Settings, chosen_profile
 from pipeline.stages.context import RESULTS, stage_main
 
 # Flags that choose a kernel in torch, oneDNN or vLLM.
@@ -69,6 +69,7 @@ def _locked(name: str) -> dict[str, str]:
 
 
 def run(settings: Settings, _: str) -> None:
+    chosen_profile()  # a params.yaml with keys that nothing reads is refused here
     record = describe_machine(environments_of(settings))
     save(RESULTS / "environment.json", record)
     print(

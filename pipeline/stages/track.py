@@ -16,7 +16,7 @@ def run(settings: Settings, _: str) -> None:
         found,
         tracking_uri=TRACKING_URI,
         experiment=f"quantgate {settings.profile}",
-        fingerprint=lock_fingerprint(),
+        fingerprint=lock_fingerprint(settings.profile),
         artifacts=result_artifacts(RESULTS, found),
     )
     write_json(RESULTS / "tracking.json", summary.as_json())

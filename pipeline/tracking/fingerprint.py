@@ -9,11 +9,10 @@ from pathlib import Path
 from pipeline.errors import UserInputError
 
 
-def lock_fingerprint(path: str | Path = "dvc.lock", without: str = "track") -> str:
-    """Hex SHA-256 of dvc.lock's content, the stage `without` left out.
+def lock_fingerprint(profile: str, path: str | Path = "graph/dvc.lock") -> str:
+    """Hex SHA-256 of what graph/dvc.lock says of one profile's stages, which are told by where their outputs are.
 
-    The stage that tracks is itself in the file: counting it in would change the fingerprint by tracking. Raises
-    `UserInputError` when the file is missing or isn't a lock.
+    The stage that tracks isn't in the file. Raises `UserInputError` when the file is missing or isn't a lock.
     """
     import yaml
 
@@ -26,5 +25,12 @@ def lock_fingerprint(path: str | Path = "dvc.lock", without: str = "track") -> s
         raise UserInputError(f"{target}: not valid YAML") from None
     if not isinstance(content, dict) or not isinstance(content.get("stages"), dict):
         raise UserInputError(f"{target}: no key `stages`; it isn't a DVC lock file")
-    stages = {name: entry for name, entry in content["stages"].items() if name != without}
+    own = f"runs/{profile}/"
+    stages = {
+        name: entry
+        for name, entry in content["stages"].items()
+        if any(str(out.get("path", "")).startswith(own) for out in entry.get("outs", []))
+    }
+    if not stages:
+        raise UserInputError(f"{target}: no stage of the profile {profile} in it; `dvc repro` runs them")
     return hashlib.sha256(json.dumps(stages, sort_keys=True).encode()).hexdigest()

@@ -51,8 +51,14 @@ def build_verdict(
 ) -> Verdict:
     """The verdict over `intents`' variants, in that order. A result that is missing from a mapping or None was not measured.
 
-    `UserInputError` where reference or control isn't a variant.
+    `UserInputError` where reference or control isn't a variant, and where a result is of another profile.
     """
+    for variant, result in (*measurements.items(), *qualities.items()):
+        if result is not None and result.profile != profile:
+            raise UserInputError(
+                f"{variant}: its {type(result).__name__.lower()} is of the profile {result.profile}, not of {profile}; "
+                "run `dvc repro --force` for its stage"
+            )
     for role, name in (("reference", reference), ("control", control)):
         if name is not None and name not in intents:
             raise UserInputError(f"{role} {name!r} isn't one of the variants ({', '.join(intents)})")

@@ -111,8 +111,14 @@ def first_run(clone: Path) -> Iterator[set[str]]:
 
 
 def test_every_stage_ran(first_run: set[str]) -> None:
-    expected = {"environment", "prepare", "quantize@awq", "plan", "verdict", "report", "track"}
-    expected |= {f"{stage}@{variant}" for stage in ("measure", "quality") for variant in VARIANTS}
+    expected = {"environment", "track"}
+    expected |= {f"graph/dvc.yaml:{stage}@reduced" for stage in ("prepare", "plan", "verdict", "report")}
+    expected.add("graph/dvc.yaml:quantize@reduced.awq")
+    expected |= {
+        f"graph/dvc.yaml:{stage}@reduced.{variant}"
+        for stage in ("measure", "quality")
+        for variant in VARIANTS
+    }
     assert first_run == expected
 
 
@@ -235,10 +241,10 @@ def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> N
     # The plan isn't among them: it was made again before the kill, and what it says of other variants is the same.
     assert ran == {
         "environment",
-        "measure@awq-fp8kv",
-        "quality@awq-fp8kv",
-        "verdict",
-        "report",
+        "graph/dvc.yaml:measure@reduced.awq-fp8kv",
+        "graph/dvc.yaml:quality@reduced.awq-fp8kv",
+        "graph/dvc.yaml:verdict@reduced",
+        "graph/dvc.yaml:report@reduced",
         "track",
     }
     assert _left_over(clone) == []

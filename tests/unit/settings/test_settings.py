@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
-from pipeline.settings import load_parameters, load_settings, write_parameters
+from pipeline.settings import check_graph, chosen_profile, load_settings, use
 from pipeline.settings.compose import profiles
 from pipeline.settings.schema import EvalsetSettings
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def clone(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "graph", tmp_path / "graph", ignore=shutil.ignore_patterns("dvc.lock"))
     return tmp_path
 
 
@@ -74,10 +75,13 @@ def test_variant_file_that_is_not_yaml(clone: Path) -> None:
         load_settings(["profile=demo"], clone)
 
 
-def test_parameters_follow_the_profile(clone: Path) -> None:
-    write_parameters("demo", clone)
-    assert (clone / "params.yaml").read_text() == (ROOT / "params.yaml").read_text()
-    assert load_parameters(clone)["profile"] == "demo"
+def test_the_graph_is_what_the_profiles_say(clone: Path) -> None:
+    use("demo", clone)
+    for name in ("params.yaml", "graph/params.yaml"):
+        assert (clone / name).read_text() == (ROOT / name).read_text()
+    assert chosen_profile(clone) == "demo"
+    for profile in profiles(ROOT):
+        check_graph(load_settings([f"profile={profile}"], clone), clone)
 
 
 @pytest.mark.parametrize("name", ["mmlu-pro", "gsm8k", "ifeval", "ceval"])
@@ -104,33 +108,85 @@ def test_an_eval_set_that_cant_be_is_refused(changes: dict[str, object], said: s
 
 
 def test_every_variants_quality_comes_after_the_references(clone: Path) -> None:
-    """DVC is told through params.yaml; a sequential run also stops by the policy, so it depends on it."""
-    found = load_parameters(clone)
-    after = {name: entry["quality_after"] for name, entry in found["variants"].items()}
-    assert after.pop("bf16") == "results/prepare.json"
-    assert set(after.values()) == {"results/quality/bf16.logprobs.parquet"}
-    assert (found["evalset_folder"], found["stops_by"]) == (
+    """DVC is told through the graph; a sequential run also stops by the policy, so it depends on it."""
+    found = _variants(clone, "demo")
+    after = {name: entry["quality_after"] for name, entry in found.items()}
+    assert after.pop("demo.bf16") == "runs/demo/prepare.json"
+    assert set(after.values()) == {"runs/demo/quality/bf16.logprobs.parquet"}
+    awq = found["demo.awq"]
+    assert (awq["evalset_folder"], awq["stops_by"]) == (
         "evalsets/team-demo",
         "conf/evalset/team-demo.yaml",
     )
     profile = clone / "conf/profile/demo.yaml"
     profile.write_text(profile.read_text().replace("/evalset: team-demo", "/evalset: team-demo-all"))
-    write_parameters("demo", clone)
-    found = load_parameters(clone)
-    assert found["variants"]["awq"]["quality_after"] == "results/quality/bf16.json"
-    assert found["stops_by"] == "conf/policy/demo.yaml"
+    use("demo", clone)
+    awq = _variants(clone, "demo")["demo.awq"]
+    assert awq["quality_after"] == "runs/demo/quality/bf16.json"
+    assert awq["stops_by"] == "conf/policy/demo.yaml"
 
 
-def test_parameters_that_drifted_are_refused(clone: Path) -> None:
+def _variants(clone: Path, profile: str) -> dict[str, dict[str, str]]:
+    listed = yaml.safe_load((clone / "graph/params.yaml").read_text())["variants"]
+    return {key: entry for key, entry in listed.items() if entry["profile"] == profile}
+
+
+@pytest.mark.parametrize("change", ["gone", "more", "other"])
+def test_a_graph_that_drifted_is_refused(clone: Path, change: str) -> None:
+    """A variant that the graph lacks, one that it has too many, and one with another eval set."""
+    path = clone / "graph/params.yaml"
+    graph = yaml.safe_load(path.read_text())
+    if change == "gone":
+        del graph["variants"]["demo.awq"]
+    else:
+        entry = graph["variants"]["demo.awq"] | {"evalset": "ceval"}
+        graph["variants"]["demo.more" if change == "more" else "demo.awq"] = entry
+    path.write_text(yaml.safe_dump(graph))
+    with pytest.raises(UserInputError, match="quantgate use demo"):
+        check_graph(load_settings(["profile=demo"], clone), clone)
+    check_graph(load_settings(["profile=rtx4090"], clone), clone)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "quantgate use demo"),
+        ("profile: nope\n", "profile is 'nope'; allowed are demo"),
+        ("{}\n", "profile is missing"),
+        ("profile: demo\nload: long-8k\n", "unknown key load"),
+        ("[demo]\n", "must be a mapping"),
+    ],
+)
+def test_parameters_that_name_no_profile_are_refused(clone: Path, text: str | None, said: str) -> None:
     path = clone / "params.yaml"
-    parameters = yaml.safe_load(path.read_text())
-    del parameters["variants"]["awq"]
-    path.write_text(yaml.safe_dump(parameters))
-    with pytest.raises(UserInputError, match="quantgate use demo"):
-        load_parameters(clone)
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserInputError, match=said):
+        chosen_profile(clone)
 
 
-def test_missing_parameters(clone: Path) -> None:
-    (clone / "params.yaml").unlink()
-    with pytest.raises(UserInputError, match="quantgate use demo"):
-        load_parameters(clone)
+def test_a_broken_profile_is_left_out_of_the_graph(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = (clone / "conf/profile/demo.yaml").read_text()
+    (clone / "conf/profile/mine.yaml").write_text(good.replace("profile: demo", "profile: mine"))
+    use("mine", clone)
+    assert chosen_profile(clone) == "mine" and "mine.awq" in _variants(clone, "mine")
+    (clone / "conf/profile/mine.yaml").write_text("# @package _global_\nprofile: mine\n")
+    use("demo", clone)
+    assert "mine is left out" in capsys.readouterr().err
+    assert _variants(clone, "mine") == {} and _variants(clone, "demo")
+    with pytest.raises(UserInputError, match=r"conf/profile/mine\.yaml: variant_names must be a list"):
+        use("mine", clone)
+
+
+def test_two_stages_of_one_name_are_refused(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Profile `a.b` with variant `c`, profile `a` with variant `b.c`: DVC would know both as a.b.c."""
+    good = (clone / "conf/profile/demo.yaml").read_text()
+    shutil.copy(clone / "conf/variant/awq.yaml", clone / "conf/variant/x.awq.yaml")
+    names = {"demo.x": "[bf16, bf16-again, awq]", "demo": "[bf16, bf16-again, x.awq]"}
+    for name, variants in names.items():
+        text = good.replace("profile: demo", f"profile: {name}")
+        text = text.replace("[bf16, bf16-again, bf16-fp8kv, awq, awq-fp8kv]", variants)
+        (clone / f"conf/profile/{name}.yaml").write_text(text)
+    use("demo", clone)
+    assert "variants.demo.x.awq would be two stages of one name" in capsys.readouterr().err

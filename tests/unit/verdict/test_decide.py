@@ -75,6 +75,16 @@ def gates_of(found: Verdict, variant: str) -> dict[str, Gate]:
     return {item.name: item for item in found.variants[variant].gates}
 
 
+@pytest.mark.parametrize("kind", ["measurements", "qualities"])
+def test_a_result_of_another_profile_is_refused(kind: str) -> None:
+    results = getattr(sample_results.sample_results(), kind)
+    other = results["awq"].model_copy(update={"profile": "demo-full"})
+    with pytest.raises(
+        UserInputError, match=r"awq: its (measurement|quality) is of the profile demo-full, not of demo"
+    ):
+        verdict(**{kind: {**results, "awq": other}})
+
+
 def test_every_variant_is_there_in_the_profiles_order() -> None:
     found = verdict()
     assert list(found.variants) == list(INTENTS)
