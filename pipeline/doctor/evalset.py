@@ -16,7 +16,7 @@ def check_evalset(settings: Settings) -> Check:
     if settings.evalset.folder is None:
         return ok("eval set", f"{settings.evalset.task} of lm-eval's own, read from a hub when it is scored")
     said = []
-    for task in (settings.evalset, *settings.evalset.further):
+    for task in settings.evalset.own_tasks:
         files = read_task(Path(settings.evalset.folder), task.task)
         items = load_items(files.items_path, files.kind)
         if task.items is not None and task.items > len(items):
@@ -28,4 +28,8 @@ def check_evalset(settings: Settings) -> Check:
         slices = ", ".join(f"{name} {count}" for name, count in describe(items)["slices"].items())
         said.append(f"{len(items)} items ({slices})")
     refuse_leaks(settings)
-    return ok("eval set", f"{'; '.join(said)}, none of them in the calibration text")
+    told = f"{'; '.join(said)}, none of them in the calibration text"
+    hub = [task.task for task in settings.evalset.further if task.from_hub]
+    return ok(
+        "eval set", f"{told}; {', '.join(hub)} of lm-eval's own, read from a hub when scored" if hub else told
+    )

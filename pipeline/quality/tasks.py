@@ -41,7 +41,7 @@ def refuse_leaks(settings: Settings) -> None:
     if evalset.folder is None or not settings.quantizers:
         return
     texts = load_texts(settings.calibration.file)
-    for task in (evalset, *evalset.further):
+    for task in evalset.own_tasks:
         files = read_task(Path(evalset.folder), task.task)
         check_no_leak(load_items(files.items_path, files.kind), texts)
 

@@ -15,7 +15,8 @@ from typing import Literal
 from pipeline.errors import UserInputError
 from pipeline.files import cache_folder
 
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+PER_TOKEN_HEAD = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", *PER_TOKEN_HEAD)
 RESERVED = {
     "--quantization": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
     "-q": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
@@ -63,6 +64,10 @@ class ServeSpec:
             )
         if self.target == "cpu" and self.gpu_memory_utilization is not None:
             raise UserInputError("gpu_memory_utilization has no meaning on a CPU, set kv_cache_memory_bytes")
+        if self.target == "cpu" and self.kv_cache_dtype in PER_TOKEN_HEAD:
+            raise UserInputError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} runs on Triton attention, which a CPU doesn't have"
+            )
         for argument in self.extra_args:
             why = RESERVED.get(argument.split("=", 1)[0])
             if why is not None:

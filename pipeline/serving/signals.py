@@ -137,6 +137,8 @@ def _weights_kernel(probe: dict[str, Any], text: str) -> str | None:
 def _kv_scales(kv_dtype: str | None, probe: dict[str, Any], text: str) -> str | None:
     if kv_dtype is None or not kv_dtype.startswith("fp8"):
         return None
+    if kv_dtype.endswith("_per_token_head"):
+        return None  # found token by token as they are written: there is no scale to bring or to miss
     lowest, highest = probe.get("kv_scale_min"), probe.get("kv_scale_max")
     if lowest is not None and highest is not None:
         return "1.0" if lowest == highest == 1.0 else "checkpoint"

@@ -156,12 +156,17 @@ class HandSettings(Strict):
     source: str = Field(min_length=1)
 
 
+KvCacheDtype = Literal["bfloat16", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"]
+"""fp8 is e4m3 with one static scale per layer; the per-token-head ones carry a scale per token and KV head, found as they are
+written (vLLM 0.32 config/cache.py), and run on Triton attention only (v1/attention/backends/triton_attn.py)."""
+
+
 class VariantSettings(Strict):
     """One way to serve the model: weights scheme, KV-cache dtype, engine options."""
 
     name: Name
     weights: Name = Field(description="bf16, or a scheme that the profile quantizes")
-    kv_cache_dtype: Literal["bfloat16", "fp8"] = Field(
+    kv_cache_dtype: KvCacheDtype = Field(
         description="said explicitly: a checkpoint with KV scales would switch the cache to FP8 by itself"
     )
     kv_scales: Literal["one", "checkpoint"] | None = Field(
@@ -180,6 +185,13 @@ class VariantSettings(Strict):
                 "another none"
             )
         return self
+
+    @property
+    def attention_backend(self) -> str | None:
+        """The attention backend that the flags pin, None where the engine chooses."""
+        words = [part for word in self.engine_args for part in word.split("=", 1)]
+        flag = "--attention-backend"
+        return words[words.index(flag) + 1] if flag in words[:-1] else None
 
 
 class QuantizeRecipe(Strict):
@@ -485,6 +497,9 @@ class TaskSettings(Strict):
     allow_truncated: bool = Field(
         default=False, description="true: prompts that don't fit are cut and counted"
     )
+    from_hub: bool = Field(
+        default=False, description="of a further task: one of lm-eval's own, its data from a hub"
+    )
 
 
 class EvalsetSettings(TaskSettings):
@@ -504,12 +519,23 @@ class EvalsetSettings(TaskSettings):
         default="pocock", description="how the looks share the error: pocock stops earlier"
     )
     divergence: DivergenceSettings | None = Field(default=None, description="null: no divergence is measured")
-    further: tuple[TaskSettings, ...] = Field(default=(), description="more tasks of the same folder")
+    further: tuple[TaskSettings, ...] = Field(
+        default=(), description="more tasks, of the same folder or from a hub"
+    )
+
+    @property
+    def own_tasks(self) -> tuple[TaskSettings, ...]:
+        """The tasks whose items are in the folder."""
+        if self.folder is None:
+            return ()
+        return (self, *(task for task in self.further if not task.from_hub))
 
     @model_validator(mode="after")
     def _possible(self) -> EvalsetSettings:
         if self.folder is None and (self.divergence is not None or self.looks > 1):
             raise ValueError("divergence and looks need a set of your own: folder is null")
+        if self.from_hub:
+            raise ValueError("from_hub is for further tasks; of the first task `folder: null` says it")
         names = [self.task, *(task.task for task in self.further)]
         if len(set(names)) != len(names):
             raise ValueError(f"a task is named twice: {', '.join(names)}")

@@ -103,11 +103,11 @@ def _score(
 def _asked(settings: Settings, task: TaskSettings, looks: tuple[int, ...]) -> EvalRun:
     evalset = settings.evalset
     return EvalRun(
-        folder=None if evalset.folder is None else Path(evalset.folder),
+        folder=None if evalset.folder is None or task.from_hub else Path(evalset.folder),
         seed=evalset.seed,
         concurrency=evalset.concurrency,
         looks=looks,
-        **{key: getattr(task, key) for key in TaskSettings.model_fields},
+        **{key: getattr(task, key) for key in TaskSettings.model_fields if key != "from_hub"},
     )
 
 

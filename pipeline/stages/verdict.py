@@ -24,7 +24,11 @@ def run(settings: Settings, _: str) -> None:
         reference=settings.reference,
         control=settings.control,
         intents={
-            name: VariantIntent(weights=variant.weights, kv_cache_dtype=variant.kv_cache_dtype)
+            name: VariantIntent(
+                weights=variant.weights,
+                kv_cache_dtype=variant.kv_cache_dtype,
+                attention_backend=variant.attention_backend,
+            )
             for name, variant in settings.variants.items()
         },
         measurements=measurements,

@@ -7,7 +7,6 @@ includes evidence that contradicts itself or isn't there; GO is never given for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from pipeline.results import Decision, Gate, Measurement, Provenance
 from pipeline.verdict.policy import Policy, VariantIntent
@@ -165,16 +164,24 @@ def _mismatches(intent: VariantIntent, found: Provenance) -> list[str]:
         problems.append(
             f"the variant means {intent.weights} weights, but no quantized kernel is known to have run"
         )
+    pinned = intent.attention_backend
+    if pinned and found.attention_backend != pinned:
+        problems.append(
+            f"the variant pins the attention backend {pinned}, the engine took {found.attention_backend or 'an unknown one'}"
+        )
     expected = intent.weights_kernel
     if expected and found.weights_kernel and expected.lower() not in found.weights_kernel.lower():
         problems.append(f"the variant means the kernel {expected}, the engine took {found.weights_kernel}")
     return problems
 
 
-def _kv_family(dtype: str | None) -> Literal["bf16", "fp8"] | None:
-    """'auto' is not an answer: it can be either."""
+def _kv_family(dtype: str | None) -> str | None:
+    """What must agree: e4m3 has two names, and scales per token and head are another cache than one scale per layer. 'auto' is
+    not an answer: it can be either."""
     if dtype is None:
         return None
+    if dtype.endswith("_per_token_head"):
+        return dtype
     if dtype.startswith("fp8") or dtype.startswith("float8"):
         return "fp8"
     return "bf16" if dtype in ("bfloat16", "bf16", "torch.bfloat16") else None

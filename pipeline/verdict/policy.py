@@ -71,9 +71,12 @@ class VariantIntent(_Strict):
     """What a variant says it is, to hold against what the engine really ran."""
 
     weights: str = Field(min_length=1, description="bf16, or the quantization scheme's name")
-    kv_cache_dtype: Literal["bfloat16", "fp8"]
+    kv_cache_dtype: str = Field(min_length=1, description="bfloat16, fp8 or one of the per-token-head dtypes")
     kv_scales: Literal["checkpoint", "1.0"] | None = Field(
         default=None, description="FP8 scales the variant is about; null: whichever the checkpoint brings"
+    )
+    attention_backend: str | None = Field(
+        default=None, description="pinned by the variant's flags; null: any"
     )
     weights_kernel: str | None = Field(
         default=None,

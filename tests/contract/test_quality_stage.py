@@ -137,3 +137,12 @@ def test_another_engine_than_measured_is_refused(workspace: Path) -> None:
     REQUIRE_SAME_ENGINE("bf16", facts)
     with pytest.raises(EngineFailedError, match="was measured with kv_tokens 4480 and scored with 4481"):
         REQUIRE_SAME_ENGINE("bf16", facts.model_copy(update={"kv_tokens": 4481}))
+
+
+def test_a_published_task_beside_the_teams_own_comes_from_the_hub() -> None:
+    """The folder's tasks are read from it, the others are lm-eval's own; both belong to one eval set."""
+    settings = load_settings(["profile=rtx4090"], Path(__file__).resolve().parents[2])
+    evalset = settings.evalset
+    asked = [quality._asked(settings, task, ()) for task in (evalset, *evalset.further)]
+    assert {run.task for run in asked if run.folder is None} == {"gsm8k_cot", "mmlu_pro", "ceval-valid"}
+    assert {run.task for run in asked if run.folder} == {"team_demo", "team_demo_short"}

@@ -65,6 +65,7 @@ def test_local_folder_becomes_absolute_and_a_hub_id_stays(
     ("changes", "message"),
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "isn't one of auto, bfloat16, fp8"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "Triton attention, which a CPU doesn't have"),
         ({"kv_cache_memory_bytes": None}, "needs kv_cache_memory_bytes"),
         ({"gpu_memory_utilization": 0.9}, "no meaning on a CPU"),
         ({"extra_args": ("--quantization", "awq")}, "'--quantization' can't be set here: .*slower kernel"),

@@ -186,6 +186,7 @@ def test_probe_tells_checkpoint_scales() -> None:
     assert parse_log(probe(MIN="0.02", MAX="0.31")).kv_scales == "checkpoint"
     assert parse_log(probe()).kv_scales == "1.0"
     assert parse_log(probe(KV="bfloat16")).kv_scales is None
+    assert parse_log(probe(KV="fp8_per_token_head")).kv_scales is None  # its 1.0 is a placeholder
 
 
 @pytest.mark.parametrize(

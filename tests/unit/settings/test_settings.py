@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import UserInputError
+from pipeline.load.bounds import requests_needed
 from pipeline.settings import check_graph, chosen_profile, load_settings, use
 from pipeline.settings.compose import profiles
 from pipeline.settings.schema import EvalsetSettings
@@ -84,6 +85,43 @@ def test_the_graph_is_what_the_profiles_say(clone: Path) -> None:
         check_graph(load_settings([f"profile={profile}"], clone), clone)
 
 
+@pytest.mark.parametrize(
+    ("flags", "pinned"),
+    [
+        ((), None),
+        (("--attention-backend", "FLASHINFER"), "FLASHINFER"),
+        (("--max-logprobs", "25", "--attention-backend=TRITON_ATTN"), "TRITON_ATTN"),
+        (("--attention-backend",), None),
+    ],
+)
+def test_a_pinned_attention_backend_is_read_from_the_flags(
+    flags: tuple[str, ...], pinned: str | None
+) -> None:
+    variant = load_settings(["profile=demo"], ROOT).variants["bf16"]
+    assert variant.model_copy(update={"engine_args": flags}).attention_backend == pinned
+
+
+def test_the_rtx4090_has_its_variants_and_eval_sets() -> None:
+    settings = load_settings(["profile=rtx4090"], ROOT)
+    wanted = {"bf16", "bf16-again", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-kv-per-token-head"}
+    assert wanted <= set(settings.variants)
+    assert (settings.server.max_model_len, settings.policy.required_sequences) == (8192, 60)
+    own, further = settings.evalset.own_tasks, settings.evalset.further
+    assert [task.task for task in own] == ["team_demo", "team_demo_short"]
+    assert {task.task for task in further if task.from_hub} == {"gsm8k_cot", "mmlu_pro", "ceval-valid"}
+    assert all(task.task in settings.policy.task_margins for task in further)
+
+
+def test_the_rtx4090s_load_can_decide_its_slo() -> None:
+    """At 60 streams it asks for more requests than a p99 takes where one is over the limit."""
+    settings = load_settings(["profile=rtx4090"], ROOT)
+    load, slo = settings.load, settings.slo
+    level = settings.policy.required_sequences
+    assert level in load.levels
+    asked = max(load.min_requests, int(load.requests_per_stream * level)) * load.repeats
+    assert asked >= requests_needed(slo.percentile, 1, slo.confidence)
+
+
 @pytest.mark.parametrize("name", ["mmlu-pro", "gsm8k", "ifeval", "ceval"])
 def test_benchmarks_are_entries_for_machines_that_reach_a_hub(name: str) -> None:
     found = EvalsetSettings.model_validate(yaml.safe_load((ROOT / f"conf/evalset/{name}.yaml").read_text()))
@@ -96,6 +134,7 @@ def test_benchmarks_are_entries_for_machines_that_reach_a_hub(name: str) -> None
         ({"concurrency": 1}, "greater than or equal to 2"),
         ({"further": [{"task": "team_demo"}]}, "named twice"),
         ({"folder": None}, "need a set of your own"),
+        ({"from_hub": True}, "from_hub is for further tasks"),
         ({"slice_items": {"chinese": 0}}, "greater than or equal to 1"),
         ({"divergence": {"prompts": 1, "continuation_tokens": 4, "top_k": 5}}, "greater than or equal to 2"),
     ],

@@ -169,6 +169,7 @@ def test_kernel_provenance_go(intent: VariantIntent, found: dict[str, Any]) -> N
         (BF16, {"kv_cache_dtype": None}, "not known (not logged)"),
         (BF16, {"weights_kernel": "MarlinLinearKernel"}, "means unquantized weights"),
         (AWQ_FP8, {"weights_kernel": None}, "no quantized kernel"),
+        (AWQ_FP8, {"kv_cache_dtype": "fp8_per_token_head"}, "the engine took fp8_per_token_head"),
         (AWQ_FP8, {"weights_kernel": "awq_gemm"}, "means the kernel marlin"),
         (AWQ_FP8, {"kv_scales": "checkpoint"}, "means KV scales 1.0"),
         (AWQ_FP8, {"kv_scales": None}, "unknown ones"),
@@ -179,6 +180,21 @@ def test_kernel_provenance_mismatch(intent: VariantIntent, found: dict[str, Any]
     right = REAL_BF16 if intent is BF16 else REAL_AWQ_FP8
     gate = kernel_provenance_gate(intent, [provenance(**right), provenance(**(right | found))])
     assert gate.decision == "INCONCLUSIVE" and says in gate.why
+
+
+def test_a_pinned_attention_backend_must_have_run() -> None:
+    pinned = BF16.model_copy(update={"attention_backend": "FLASHINFER"})
+    for taken, decision in (("FLASHINFER", "GO"), ("FLASH_ATTN", "INCONCLUSIVE"), (None, "INCONCLUSIVE")):
+        gate = kernel_provenance_gate(pinned, [provenance(**(REAL_BF16 | {"attention_backend": taken}))])
+        assert gate.decision == decision, gate.why
+
+
+def test_scales_per_token_and_head_are_a_dtype_of_their_own() -> None:
+    intent = AWQ_FP8.model_copy(update={"kv_cache_dtype": "fp8_per_token_head", "kv_scales": None})
+    right = REAL_AWQ_FP8 | {"kv_cache_dtype": "fp8_per_token_head", "kv_scales": None}
+    assert kernel_provenance_gate(intent, [provenance(**right)]).decision == "GO"
+    wrong = right | {"kv_cache_dtype": "fp8"}
+    assert kernel_provenance_gate(intent, [provenance(**wrong)]).decision == "INCONCLUSIVE"
 
 
 def test_kernel_provenance_two_engine_versions() -> None:
