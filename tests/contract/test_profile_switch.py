@@ -80,7 +80,7 @@ class Clone:
         """Profiles that anything in runs/<profile>/ was made by or from."""
         found: set[str] = set()
         for path in (self.folder / "runs" / profile).rglob("*"):
-            if path.is_file() and not path.is_symlink():
+            if path.is_file() and path.name != "environment.json":
                 content = json.loads(path.read_text())
                 found |= {content["profile"], *content["read"]}
         return found
