@@ -56,7 +56,7 @@ def run_main(main: Callable[[], int | None]) -> int:
     except Exception as error:  # a defect of ours: the trace goes to a file, the sentence to the user
         from pipeline.files import write_text
 
-        path = write_text("results/logs/traceback.log", traceback.format_exc())
+        path = write_text("runs/traceback.log", traceback.format_exc())
         print(
             f"error: unexpected {type(error).__name__}: {error}; the trace is in {path}, please report it",
             file=sys.stderr,

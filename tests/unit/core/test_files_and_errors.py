@@ -83,7 +83,7 @@ def test_a_defect_leaves_its_trace_in_a_file(
 
     assert run_main(fail) == 1
     assert "Traceback" not in capsys.readouterr().err
-    assert "boom" in (tmp_path / "results/logs/traceback.log").read_text()
+    assert "boom" in (tmp_path / "runs/traceback.log").read_text()
 
 
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
