@@ -10,7 +10,7 @@ from pipeline.capacity.geometry import Geometry
 from pipeline.capacity.kv import KV_CACHE_DTYPES, kappa_bytes
 from pipeline.capacity.plan import HandCalculation, Row, explain, plan_row
 from pipeline.capacity.pool import EngineRules, KvPool, Layout, kv_layout
-from pipeline.capacity.weights import BF16, WeightScheme, rank_weight_bytes, weight_bytes
+from pipeline.capacity.weights import BF16, Method, WeightScheme, rank_weight_bytes, weight_bytes
 
 __all__ = [
     "BF16",
@@ -23,6 +23,7 @@ __all__ = [
     "HandCalculation",
     "KvPool",
     "Layout",
+    "Method",
     "Row",
     "Term",
     "WeightScheme",

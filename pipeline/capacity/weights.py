@@ -14,7 +14,7 @@ from pipeline.capacity.layers import Linear
 from pipeline.capacity.pool import pipeline_ranks
 from pipeline.errors import UserInputError
 
-Method = Literal["none", "awq", "gptq", "fp8", "w8a8"]
+Method = Literal["none", "awq", "gptq", "pack-quantized", "fp8", "w8a8"]
 VOCABULARY_PADDING = 64
 """Rows that embeddings and lm_head are padded to a multiple of on each rank (vLLM layers/vocab_parallel_embedding.py)."""
 
@@ -25,14 +25,16 @@ class WeightScheme:
 
     `awq`, `gptq`: `bits` per weight; per group of `group_size` input features and output feature one FP16 scale and, for
     AWQ always and for GPTQ as its format has it, one `bits`-wide zero point; GPTQ adds one INT32 group index per input feature.
+    `pack-quantized` (compressed-tensors): as `awq` with scales of 16 bits, and two INT64 per module that hold its shape.
     `fp8`: one byte per weight, one FP32 scale per module. `w8a8`: one byte per weight, one FP32 scale per output feature
-    (compressed-tensors' channel strategy).
+    (compressed-tensors' channel strategy). `kv_scales`: each layer carries a 16-bit scale for its keys and one for its values.
     """
 
     method: Method
     bits: int = 16
     group_size: int | None = None
     zero_point: bool = True
+    kv_scales: bool = False
 
     def module_bytes(self, linear: Linear) -> int:
         """Bytes of one module's weight and its scales, its bias not included."""
@@ -53,7 +55,7 @@ class WeightScheme:
             )
         groups = rows * columns // self.group_size
         zeros = groups * self.bits // 8 if self.zero_point or self.method == "gptq" else 0
-        index = 4 * columns if self.method == "gptq" else 0
+        index = {"gptq": 4 * columns, "pack-quantized": 16}.get(self.method, 0)
         return rows * columns * self.bits // 8 + 2 * groups + zeros + index
 
 
@@ -94,7 +96,7 @@ def _computable(geometry: Geometry) -> None:
 
 def _layer_bytes(geometry: Geometry, index: int, scheme: WeightScheme, tensor_parallel: int) -> int:
     layer = geometry.layers[index]
-    total = 2 * (layer.norm_elements + layer.mixer.other_elements)
+    total = 2 * (layer.norm_elements + layer.mixer.other_elements) + (4 if scheme.kv_scales else 0)
     for linear in layer.linears(geometry.hidden):
         size = scheme.module_bytes(linear) + (2 * linear.shape[0] if linear.bias else 0)
         shards = tensor_parallel

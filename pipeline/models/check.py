@@ -33,6 +33,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     size_bytes: int
     file: str
+    start: int
+    """Byte of the file at which it begins."""
 
     @property
     def elements(self) -> int:
@@ -74,6 +76,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             shape=tuple(entry["shape"]),
             size_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             file=path.name,
+            start=8 + header_bytes + entry["data_offsets"][0],
         )
         for name, entry in header.items()
     }
@@ -109,6 +112,28 @@ def read_tensors(folder: str | Path) -> dict[str, TensorInfo]:
     for path in weight_files(Path(folder)):
         tensors.update(read_header(path))
     return tensors
+
+
+def read_scalars(folder: str | Path, suffixes: tuple[str, ...]) -> dict[str, float]:
+    """The values of all one-element tensors whose names end with one of `suffixes`, by name, read without torch.
+
+    Raises `UserInputError` for one that has more elements or isn't floating point.
+    """
+    found: dict[str, float] = {}
+    for path in weight_files(Path(folder)):
+        wanted = {name: info for name, info in read_header(path).items() if name.endswith(suffixes)}
+        for name, info in wanted.items():
+            if info.elements != 1 or info.dtype not in SOURCE_DTYPES:
+                raise UserInputError(
+                    f"{path}: {name} is {info.dtype} of shape {list(info.shape)}; a scale must be one floating-point number"
+                )
+            with path.open("rb") as file:
+                file.seek(info.start)
+                raw = file.read(info.size_bytes)
+            # BF16 is the upper half of a float32.
+            value = {"BF16": ("<f", b"\0\0" + raw), "F16": ("<e", raw), "F32": ("<f", raw)}[info.dtype]
+            found[name] = struct.unpack(*value)[0]
+    return found
 
 
 def weight_bytes(folder: str | Path) -> int:

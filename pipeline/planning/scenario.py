@@ -11,6 +11,7 @@ from pipeline.capacity import (
     EngineRules,
     Geometry,
     HandCalculation,
+    Method,
     Row,
     Term,
     WeightScheme,
@@ -27,6 +28,8 @@ from pipeline.settings import Settings, VariantSettings
 BATCHED_TOKENS = ((160, 16_384), (70, 8_192), (0, 2_048))
 """(from GiB of device memory, tokens); an A100 keeps the smallest."""
 TOKENS_BY_BLOCKS_BEFORE = (0, 26)
+METHODS: dict[str, Method] = {"autoawq": "awq", "llmcompressor": "pack-quantized"}
+"""What each quantizer's 4-bit checkpoints are stored as."""
 
 
 def geometry_of(settings: Settings) -> Geometry:
@@ -75,7 +78,8 @@ def scheme_of(settings: Settings, weights: str) -> WeightScheme:
     if weights == "bf16":
         return BF16
     recipe = settings.quantizers[weights]
-    return WeightScheme("awq", recipe.bits, recipe.group_size, recipe.zero_point)
+    method = METHODS[recipe.backend] if recipe.quantizes_weights else "none"
+    return WeightScheme(method, recipe.bits, recipe.group_size, recipe.zero_point, recipe.calibrate_kv_scales)
 
 
 def rank_weights_of(

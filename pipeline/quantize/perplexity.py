@@ -17,17 +17,23 @@ MAX_HELDOUT_TOKENS = 4096  # 16 windows: about 8 s per model for 135M parameters
 
 
 def perplexity(
-    model: Any, pieces: Sequence[Sequence[int]], on_piece: Callable[[int], None]
+    model: Any,
+    pieces: Sequence[Sequence[int]],
+    on_piece: Callable[[int], None],
+    on_cache: Callable[[Any], None] | None = None,
 ) -> tuple[float, int]:
     """exp(mean negative log-likelihood per predicted token) and the number of predicted tokens.
 
-    `on_piece` is called with the count of windows done. NaN logits give NaN.
+    `on_piece` is called with the count of windows done, `on_cache` with each window's KV cache. NaN logits give NaN.
     """
     total_nll, predicted_tokens = 0.0, 0
     for done, piece in enumerate(pieces):
         ids = torch.tensor([list(piece)], device=model.device)
         with torch.inference_mode():
-            logits = model(ids, use_cache=False).logits[0, :-1].float()
+            output = model(ids, use_cache=on_cache is not None)
+        if on_cache is not None:
+            on_cache(output.past_key_values)
+        logits = output.logits[0, :-1].float()
         total_nll += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
         predicted_tokens += len(piece) - 1
         on_piece(done + 1)

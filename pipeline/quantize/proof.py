@@ -24,6 +24,7 @@ from pipeline.quantize.base import QuantizeRequest
 from pipeline.quantize.calibration import encode, pack_tokens
 from pipeline.quantize.checkpoint import Checkpoint, Format
 from pipeline.quantize.effective_error import UNQUANTIZED_TOLERANCE, check_unfolded_tensors, layer_errors
+from pipeline.quantize.kv_scales import Coverage, read_scales
 from pipeline.quantize.perplexity import MAX_HELDOUT_TOKENS, WINDOW_TOKENS, perplexity
 from pipeline.settings.schema import QuantizeRecipe
 from pipeline.texts import read_texts
@@ -40,13 +41,17 @@ def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
     sizes = geometry(read_json(config_path), str(config_path))
     with ExitStack() as stack, torch.inference_mode():
         original, stored = Checkpoint(request.model_dir, stack), Checkpoint(request.out_dir, stack)
+        scales = read_scales(stored, sizes, request.recipe)
+        coverage = Coverage(scales) if scales else None
         evidence = {
             **check_config(read_json(request.out_dir / "config.json"), stored.format, request.recipe),
             **check_modules(stored, sizes, request.recipe),
             **scan_finite(stored),
             **check_effective_error(sizes, original, stored, request.recipe, progress),
-            **check_perplexity(request, sizes, stored, progress),
+            **check_perplexity(request, sizes, stored, progress, coverage),
         }
+        if coverage is not None:
+            evidence |= coverage.evidence()
     return {
         "evidence": evidence,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -148,9 +153,16 @@ def check_effective_error(
 
 
 def check_perplexity(
-    request: QuantizeRequest, sizes: Geometry, stored: Checkpoint, progress: Progress
+    request: QuantizeRequest,
+    sizes: Geometry,
+    stored: Checkpoint,
+    progress: Progress,
+    coverage: Coverage | None = None,
 ) -> dict[str, Any]:
-    """Perplexity of both models, computed here by the same code on the same windows, the quantized one dequantized."""
+    """Perplexity of both models, computed here by the same code on the same windows, the quantized one dequantized.
+
+    `coverage` sees the keys and values of the quantized one.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
@@ -178,7 +190,12 @@ def check_perplexity(
         model, pieces, _stepper(progress, "perplexity of the original", len(pieces))
     )
     load_dequantized(model, sizes, stored)
-    after, _ = perplexity(model, pieces, _stepper(progress, "perplexity of the quantized", len(pieces)))
+    after, _ = perplexity(
+        model,
+        pieces,
+        _stepper(progress, "perplexity of the quantized", len(pieces)),
+        None if coverage is None else coverage.take,
+    )
     ratio = after / before
     if not ratio <= request.recipe.max_perplexity_ratio:
         raise QuantgateError(
@@ -193,7 +210,7 @@ def check_perplexity(
             "limit": request.recipe.max_perplexity_ratio,
             "heldout_tokens": predicted,
             "window_tokens": WINDOW_TOKENS,
-        }
+        },
     }
 
 

@@ -43,22 +43,24 @@ def describe(model: Any) -> dict[str, Any]:
     """What one loaded `torch.nn.Module` runs on.
 
     Keys: `attention` and `linear` (qualified class name -> number of layers), `attention_backend` (name -> layers),
-    `kv_cache_dtype` (name -> layers), `kv_scale_min` and `kv_scale_max` (over all layers' k and v scales, null without
-    attention layers).
+    `kv_cache_dtype` (name -> layers), `kv_scale_min` and `kv_scale_max` (null without attention layers), `kv_scales` (layer's name -> [k, v]), `kv_scales_apart` (names of layers whose two copies
+    of the scales differ: kernels get either the tensor or the number on the host, vllm/v1/attention/backends).
     """
     attention: Counter[str] = Counter()
     backend: Counter[str] = Counter()
     linear: Counter[str] = Counter()
     kv_dtype: Counter[str] = Counter()
-    scales: list[float] = []
+    scales: dict[str, list[float]] = {}
+    apart: list[str] = []
     for module in model.modules():
         if hasattr(module, "attn_backend") and hasattr(module, "kv_cache_dtype"):
             backend[module.attn_backend.get_name()] += 1
             attention[_qualified(getattr(module, "impl", module))] += 1
             kv_dtype[_kv_dtype(module)] += 1
-            scales += [
-                float(getattr(module, name)) for name in ("_k_scale", "_v_scale") if hasattr(module, name)
-            ]
+            name = str(module.layer_name)
+            scales[name] = [float(module._k_scale), float(module._v_scale)]
+            if scales[name] != [module._k_scale_float, module._v_scale_float]:
+                apart.append(name)
         elif getattr(module, "quant_method", None) is not None and hasattr(
             module, "input_size_per_partition"
         ):
@@ -68,8 +70,10 @@ def describe(model: Any) -> dict[str, Any]:
         "attention_backend": dict(backend),
         "linear": dict(linear),
         "kv_cache_dtype": dict(kv_dtype),
-        "kv_scale_min": min(scales, default=None),
-        "kv_scale_max": max(scales, default=None),
+        "kv_scale_min": min((value for pair in scales.values() for value in pair), default=None),
+        "kv_scale_max": max((value for pair in scales.values() for value in pair), default=None),
+        "kv_scales": scales,
+        "kv_scales_apart": apart,
     }
 
 

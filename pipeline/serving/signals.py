@@ -53,6 +53,10 @@ class LogSignals:
     kv_scales: str | None
     plugin: str | None
     emulated: tuple[str, ...]
+    kv_scales_by_layer: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Attention layer's name in the engine -> its scales of keys and values; empty: the engine's log doesn't name them."""
+    kv_scales_apart: tuple[str, ...] = ()
+    """Layers that would give one kernel other scales than another."""
     memory_gib: dict[str, float] = field(default_factory=dict)
 
 
@@ -73,6 +77,8 @@ def parse_log(text: str) -> LogSignals:
         kv_scales=_kv_scales(kv_dtype, probe, text),
         plugin=plugin,
         emulated=_emulated(plugin, kv_dtype, probe),
+        kv_scales_by_layer={name: (k, v) for name, (k, v) in probe.get("kv_scales", {}).items()},
+        kv_scales_apart=tuple(probe.get("kv_scales_apart", ())),
         memory_gib={
             name: _float(found[0])
             for name, pattern in MEMORY.items()

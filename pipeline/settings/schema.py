@@ -610,6 +610,11 @@ class Settings(Strict):
     )
     choices: dict[str, str] = Field(description="conf group -> selected option")
 
+    def quantizes(self, variant: VariantSettings) -> bool:
+        """Whether a variant's weights are quantized: BF16 ones aren't, nor those that only got KV scales."""
+        recipe = self.quantizers.get(variant.weights)
+        return recipe is not None and recipe.quantizes_weights
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         for role, name in (("reference", self.reference), ("control", self.control)):
@@ -630,10 +635,11 @@ class Settings(Strict):
                     f"variant {name} means kv_scales checkpoint, but its weights {variant.weights} have none; "
                     "set calibrate_kv_scales in their quantizer"
                 )
-            if variant.kv_scales == "one" and calibrated:
+            # vLLM 0.32 hands such scales to FlashInfer whatever the cache's dtype (v1/attention/backends/flashinfer.py, `run`).
+            if variant.kv_scales != "checkpoint" and calibrated:
                 raise ValueError(
-                    f"variant {name} means kv_scales one, but the engine takes those of its weights {variant.weights}; "
-                    "name weights without calibrated scales"
+                    f"variant {name} has weights {variant.weights} with calibrated KV scales, which the engine takes or even applies "
+                    "to an unquantized cache; set its kv_cache_dtype to fp8 and kv_scales to checkpoint, or name weights without"
                 )
         if self.overheads.device != self.device.name:
             raise ValueError(

@@ -28,6 +28,7 @@ from pipeline.quality.stream import (
 )
 from pipeline.quality.tasks import read_task, refuse_leaks
 from pipeline.results import EngineFacts, Provenance, Quality, Sample, load, save
+from pipeline.serving.kv_scales import check_kv_cache
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
 from pipeline.serving.signals import parse_log
@@ -59,7 +60,9 @@ def run(settings: Settings, name: str) -> None:
     checkpoint = sha256_tree(weights_folder(variant.weights))
     with serve(spec, interpreter("serve"), logs / "serve.log", settings.server.startup_timeout_s) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
-        source = provenance(server, parse_log(server.log_text()), machine)
+        said = parse_log(server.log_text())
+        check_kv_cache(name, spec.model_dir, variant.kv_cache_dtype, variant.kv_scales, said, server.log_path)
+        source = provenance(server, said, machine)
         cache = RequestCache(CACHE, _identity(name, checkpoint, source))
         finished = False
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 from pipeline.load.records import read_records
 from pipeline.quality.stream import read_stream
@@ -13,6 +14,9 @@ from pipeline.stages.context import RESULTS, stage_main
 from pipeline.verdict.decide import build_verdict
 from pipeline.verdict.latency import request_latencies
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
+
+KV_SCALES: dict[str, Literal["1.0", "checkpoint"]] = {"one": "1.0", "checkpoint": "checkpoint"}
+"""A variant's word for its scales -> the provenance's."""
 
 
 def run(settings: Settings, _: str) -> None:
@@ -25,8 +29,9 @@ def run(settings: Settings, _: str) -> None:
         control=settings.control,
         intents={
             name: VariantIntent(
-                weights=variant.weights,
+                weights=variant.weights if settings.quantizes(variant) else "bf16",
                 kv_cache_dtype=variant.kv_cache_dtype,
+                kv_scales=None if variant.kv_scales is None else KV_SCALES[variant.kv_scales],
                 attention_backend=variant.attention_backend,
             )
             for name, variant in settings.variants.items()

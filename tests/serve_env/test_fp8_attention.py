@@ -197,3 +197,36 @@ def test_e5m2_is_left_to_the_stock_code(monkeypatch):
     else:
         with pytest.raises(NotImplementedError, match="AVX-512"):
             Layer(monkeypatch, Fp8CPUAttentionBackend, SHAPES[0], "fp8_e5m2")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stock_fp8_kernel_applies_a_checkpoints_scales_too(monkeypatch, shape):
+    """Where the plugin steps aside, calibrated scales still reach the arithmetic: keys and values far beyond 448 survive."""
+    if not detect.stock_reads_fp8():
+        with pytest.raises(NotImplementedError, match="AVX-512"):
+            Layer(monkeypatch, CPUAttentionBackend, shape, "fp8")
+        return
+    torch.manual_seed(6)
+    k_scale, v_scale = 40.0, 90.0
+    scaled = Layer(monkeypatch, CPUAttentionBackend, shape, "fp8", k_scale=k_scale, v_scale=v_scale)
+    at_one = Layer(monkeypatch, CPUAttentionBackend, shape, "fp8")
+    plain = Layer(monkeypatch, CPUAttentionBackend, shape, "auto")
+    for step in STEPS["mixed"]:
+        query, key, value = inputs(step, shape, k_scale * 40, v_scale * 40)
+        query = (query.float() / k_scale / 40).bfloat16()  # scores of ordinary size
+        expected = plain.step(step, query, key, value).float()
+        output, saturated = (layer.step(step, query, key, value).float() for layer in (scaled, at_one))
+    # It truncates: 5 % an element (`detect`), 0.02 to 0.11 of the output seen. Saturated at 448 most of it is gone.
+    assert float((output - expected).norm() / expected.norm()) < 0.2
+    assert float((saturated - expected).norm() / expected.norm()) > 0.5
+
+
+@pytest.mark.parametrize("backend", [CPUAttentionBackend, Fp8CPUAttentionBackend])
+def test_scales_do_not_touch_an_unquantized_cache(monkeypatch, backend):
+    """vLLM keeps a compressed-tensors checkpoint's scales on the layer whatever the cache's dtype."""
+    torch.manual_seed(7)
+    with_scales = Layer(monkeypatch, backend, SHAPES[0], "bfloat16", k_scale=0.01, v_scale=7.0)
+    without = Layer(monkeypatch, backend, SHAPES[0], "bfloat16")
+    for step in STEPS["mixed"]:
+        query, key, value = inputs(step, SHAPES[0])
+        assert torch.equal(with_scales.step(step, query, key, value), without.step(step, query, key, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def test_weight_bytes_of_known_checkpoints() -> None:
     # 113,924,736 (counted); Qwen2.5-7B-Instruct's index file says total_size 15,231,233,024.
     assert weight_bytes(geometry(SMOLLM2)) == 269_030_016
     assert weight_bytes(geometry(SMOLLM2), WeightScheme("awq", 4, 64)) == 113_924_736
+    # llm-compressor's of the same bits and groups: two INT64 more for each of 210 modules; with KV scales 4 more bytes a layer.
+    packed = WeightScheme("pack-quantized", 4, 64)
+    assert weight_bytes(geometry(SMOLLM2), packed) == 113_924_736 + 210 * 16
+    assert weight_bytes(geometry(SMOLLM2), replace(packed, kv_scales=True)) == 113_924_736 + 210 * 16 + 30 * 4
     assert weight_bytes(geometry(QWEN25_7B)) == 15_231_233_024
     assert round(weight_bytes(geometry(QWEN25_7B), AWQ) / GIB, 1) == 5.2
 

@@ -30,15 +30,18 @@ class Scheme:
     """A compressed-tensors scheme without a kernel of its own."""
 
 
-def attention(kv_dtype: str = "auto", scale: float = 1.0) -> Any:
+def attention(kv_dtype: str = "auto", scale: float = 1.0, on_the_host: float | None = None) -> Any:
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     return SimpleNamespace(
+        layer_name=f"model.layers.{scale}.self_attn.attn",
         attn_backend=backend,
         impl=CPUAttentionBackendImpl(),
         kv_cache_dtype=kv_dtype,
         kv_cache_torch_dtype="torch.bfloat16",
         _k_scale=scale,
         _v_scale=scale / 2,
+        _k_scale_float=scale if on_the_host is None else on_the_host,
+        _v_scale_float=scale / 2,
         quant_method=None,
     )
 
@@ -74,6 +77,15 @@ def test_compressed_tensors_keeps_its_kernel_in_the_scheme() -> None:
 
 def test_one_layer_with_a_scale_of_its_own_is_enough_for_checkpoint_scales() -> None:
     assert through_the_log(attention("fp8", 2.0), attention("fp8", 1.0)).kv_scales == "checkpoint"
+
+
+def test_scales_come_layer_by_layer_and_two_copies_that_differ_are_named() -> None:
+    log = through_the_log(attention("fp8", 0.5), attention("fp8", 0.25, on_the_host=1.0))
+    assert log.kv_scales_by_layer == {
+        "model.layers.0.5.self_attn.attn": (0.5, 0.25),
+        "model.layers.0.25.self_attn.attn": (0.25, 0.125),
+    }
+    assert log.kv_scales_apart == ("model.layers.0.25.self_attn.attn",)
 
 
 def test_model_without_attention_or_linear_layers() -> None:

@@ -64,6 +64,25 @@ def test_wrong_input_is_named(override: str, words: list[str]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("weights: awq\nkv_cache_dtype: fp8\n", "kv_scales None with kv_cache_dtype fp8"),
+        ("weights: awq\nkv_cache_dtype: bfloat16\nkv_scales: one\n", "an fp8 cache needs one or checkpoint"),
+        ("weights: awq\nkv_cache_dtype: fp8\nkv_scales: checkpoint\n", "its weights awq have none"),
+        (
+            "weights: awq-lc-kv\nkv_cache_dtype: fp8\nkv_scales: one\n",
+            "weights awq-lc-kv with calibrated KV scales",
+        ),
+        ("weights: awq-lc-kv\nkv_cache_dtype: bfloat16\n", "weights awq-lc-kv with calibrated KV scales"),
+    ],
+)
+def test_scales_that_the_weights_do_not_have_are_refused(clone: Path, variant: str, message: str) -> None:
+    (clone / "conf/variant/awq-fp8kv.yaml").write_text(f"{variant}description: x\n")
+    with pytest.raises(UserInputError, match=message):
+        load_settings(["profile=demo-full"], clone)
+
+
 def test_variant_file_with_a_wrong_value(clone: Path) -> None:
     (clone / "conf/variant/awq.yaml").write_text("weights: awq\nkv_cache_dtype: fp9\ndescription: x\n")
     with pytest.raises(UserInputError, match=r"conf/variant/awq\.yaml: kv_cache_dtype is 'fp9'.*fp8"):
