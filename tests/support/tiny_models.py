@@ -6,12 +6,15 @@ Small enough that quantizing one takes seconds, whole enough that every reader o
 from __future__ import annotations
 
 import json
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.models.architectures import expected_shapes, geometry
+from pipeline.models.normalize import normalize_folder
 
 VOCAB = 264  # 256 bytes and the special tokens, rounded up to a multiple of 8
 
@@ -75,6 +78,32 @@ def write_model(folder: Path, config: dict[str, Any], weights: dict[str, np.ndar
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     save_file(weights or random_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_bf16_model(folder: Path, config: dict[str, Any]) -> Path:
+    """The same for models of any width: BF16, one tensor in memory at a time, readable by every environment.
+
+    A million normal numbers over and over: their count is prime, so no two rows of a tensor are alike.
+    """
+    drawn = 0.02 * np.random.default_rng(0).standard_normal(1_000_003, np.float32)
+    shapes = expected_shapes(geometry(config))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        text = json.dumps(header).encode()
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            norm = len(shape) == 1 and not name.endswith(".bias")
+            # bfloat16 is the upper half of a float32
+            half = ((drawn + np.float32(norm)).view(np.uint32) >> 16).astype(np.uint16)
+            file.write(np.resize(half, math.prod(shape)).tobytes())
+    normalize_folder(folder)
     return folder
 
 

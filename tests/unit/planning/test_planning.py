@@ -287,7 +287,9 @@ def test_plan_needs_neither_torch_nor_an_engine() -> None:
 
 def test_small_models_are_planned_too(rtx4090: Settings, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "max_position_embeddings": 8192}))
-    quantizers = {"awq": rtx4090.quantizers["awq"].model_copy(update={"group_size": 64})}
+    quantizers = {
+        scheme: recipe.model_copy(update={"group_size": 64}) for scheme, recipe in rtx4090.quantizers.items()
+    }
     settings, _ = with_model_folder(rtx4090, tmp_path)
     found = plan_of(settings.model_copy(update={"quantizers": quantizers}))
     assert row(found, "bf16")["sequences"] > 100
