@@ -16,6 +16,7 @@ from pipeline.models.check import read_scalars
 from pipeline.serving.signals import LogSignals
 
 SCALE_SUFFIXES = (".k_scale", ".v_scale")
+SAME = {"fp8_e4m3": "fp8"}  # the engine's two names of one format
 ENGINE_SUFFIX = ".attn"  # what vLLM's models append to the checkpoint's name of an attention module
 
 
@@ -29,14 +30,14 @@ def checkpoint_scales(folder: Path) -> dict[str, tuple[float, float]]:
 def check_kv_cache(
     name: str,
     folder: Path,
-    kv_cache_dtype: Literal["bfloat16", "fp8"],
+    kv_cache_dtype: str,
     kv_scales: Literal["one", "checkpoint"] | None,
     log: LogSignals,
     log_path: Path,
 ) -> None:
     """Raise `EngineFailedError` where the engine's KV cache isn't the one that the variant `name` means.
 
-    `folder`: the checkpoint. What the log doesn't tell isn't judged here: the gate `kernel-provenance` makes it INCONCLUSIVE.
+    `folder`: the checkpoint; dtype and scales as in the variant's settings. What the log doesn't tell isn't judged here: the gate `kernel-provenance` makes it INCONCLUSIVE.
     """
     problem = _problem(folder, kv_cache_dtype, kv_scales, log)
     if problem is not None:
@@ -44,9 +45,9 @@ def check_kv_cache(
 
 
 def _problem(folder: Path, kv_cache_dtype: str, kv_scales: str | None, log: LogSignals) -> str | None:
-    if log.kv_cache_dtype is None:
+    if log.kv_cache_dtype in (None, "auto"):  # can be either
         return None
-    if log.kv_cache_dtype.startswith("fp8") != (kv_cache_dtype == "fp8"):
+    if SAME.get(log.kv_cache_dtype, log.kv_cache_dtype) != kv_cache_dtype:
         return f"the variant means a {kv_cache_dtype} KV cache, but the engine took {log.kv_cache_dtype}"
     if kv_scales is None or log.kv_scales is None:
         return None

@@ -74,6 +74,8 @@ def test_a_scale_per_head_is_refused(tmp_path: Path) -> None:
         (("fp8", "checkpoint"), engine(STORED)),
         (("fp8", "one"), engine(ONES)),
         (("bfloat16", None), engine(ONES, "bfloat16")),
+        (("fp8", "one"), engine(ONES, "fp8_e4m3")),
+        (("fp8_per_token_head", None), engine(ONES, "fp8_per_token_head")),
         (("fp8", "checkpoint"), parse_log("")),  # says nothing: the gate's affair
     ],
 )
@@ -92,6 +94,7 @@ def test_what_the_variant_means_passes(tmp_path: Path, means: Any, log: LogSigna
             engine(ONES, "bfloat16"),
             "means a fp8 KV cache, but the engine took bfloat16",
         ),
+        (("fp8", "one"), engine(ONES, "fp8_per_token_head"), "but the engine took fp8_per_token_head"),
         (
             ("fp8", "checkpoint"),
             engine({**STORED, 1: (0.5, 1.0)}),
