@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.doctor.cards import cards_of, check_cards
-from pipeline.doctor.check import Check, guarded
+from pipeline.doctor.check import Check, guarded, ok
 from pipeline.doctor.evalset import check_evalset
 from pipeline.doctor.machine import (
     check_disk,
@@ -19,6 +19,7 @@ from pipeline.doctor.model import check_source, local_config
 from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers
 from pipeline.doctor.software import check_environments, locked
 from pipeline.results import Environment
+from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings
 
 
@@ -35,6 +36,7 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
     found += guarded("disk", lambda: check_disk(settings))
     found += guarded("ports", check_ports)
     found += guarded("environments", lambda: check_environments(settings))
+    found += guarded("engine flags", lambda: ok("engine flags", check_engine(settings)))
     found += guarded("model", lambda: check_source(settings))
     found += guarded("quantizers", lambda: check_quantizers(settings))
     found += guarded("kernels", lambda: check_kernels(settings, machine, gpus))

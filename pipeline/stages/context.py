@@ -78,6 +78,7 @@ def serve_spec(
     server, device = settings.server, settings.device
     on_cpu = device.kind == "cpu"
     return ServeSpec(
+        engine_version=server.engine_version,
         model_dir=weights_folder(variant.weights),
         served_name=variant.name,
         target=device.kind,

@@ -17,6 +17,7 @@ from pipeline.environments.needed import environments_of
 from pipeline.files import sha256_file
 from pipeline.gpu import read_gpus
 from pipeline.results import Environment, save
+from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings, chosen_profile
 from pipeline.stages.context import RESULTS, stage_main
 
@@ -70,6 +71,7 @@ def _locked(name: str) -> dict[str, str]:
 
 def run(settings: Settings, _: str) -> None:
     chosen_profile()  # a params.yaml with keys that nothing reads is refused here
+    check_engine(settings)
     record = describe_machine(environments_of(settings))
     save(RESULTS / "environment.json", record)
     print(

@@ -16,6 +16,7 @@ import pytest
 from pipeline.errors import EnvironmentUnfitError
 from pipeline.gpu import NoDriver
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import locked_engine
 from pipeline.serving.lease import engine_leases
 from pipeline.serving.server import serve
 from tests.support.mock_vllm import fake_python
@@ -43,7 +44,7 @@ class WithEngine(RecordedNvml):
 
 def spec(**changes: Any) -> ServeSpec:
     values: dict[str, Any] = {
-        "model_dir": Path("no-such-model"), "served_name": "demo", "target": "cuda", "max_model_len": 512,
+        "engine_version": locked_engine()[1], "model_dir": Path("no-such-model"), "served_name": "demo", "target": "cuda", "max_model_len": 512,
         "max_num_seqs": 32, "gpu_memory_utilization": 0.92,
     }  # fmt: skip
     return ServeSpec(**{**values, **changes})

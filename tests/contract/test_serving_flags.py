@@ -1,102 +1,270 @@
-"""The command line against the real parser of the engine that is locked: a renamed flag fails here, not at a start-up."""
+"""Every variant's command line through the installed engine's own parser, configuration and choice of kernels.
+
+A renamed flag, a changed default, a backend that doesn't take a KV dtype any more: it fails here, not at a start-up on a card
+that isn't at hand. The card is emulated (tests/support/emulated_card.py); the code that decides is vLLM's.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.compatibility.attention import attention_backends
+from pipeline.compatibility.weights import Engine
+from pipeline.planning.scenario import card_of, geometry_of, row_of
+from pipeline.results import Capacity, PlanRow
 from pipeline.serving.command import ServeSpec, build_command, build_environment
+from pipeline.serving.engine import locked_engine
+from pipeline.serving.flags import flag_table
+from pipeline.serving.signals import parse_log
+from pipeline.settings import Settings, load_settings
+from pipeline.settings.compose import profiles
+from pipeline.stages import context
 from tests.support.environments import environment_python
 
-PARSE = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-results = [vars(make_arg_parser(FlexibleArgumentParser()).parse_args(argv)) for argv in json.loads(sys.argv[1])]
-print("PARSED" + json.dumps(results, default=repr))
-"""
-SPECS = {
-    "cpu": ServeSpec(
-        model_dir=Path("/models/some"),
-        served_name="awq-fp8kv",
-        target="cpu",
-        max_model_len=512,
-        max_num_seqs=60,
-        kv_cache_dtype="fp8",
-        kv_cache_memory_bytes=83_886_080,
-        max_num_batched_tokens=1024,
-        block_size=128,
-        seed=7,
-    ),
-    "cuda": ServeSpec(
-        model_dir=Path("/models/some"),
-        served_name="bf16",
-        target="cuda",
-        max_model_len=8192,
-        max_num_seqs=128,
-        kv_cache_dtype="bfloat16",
-        gpu_memory_utilization=0.92,
-        tensor_parallel=2,
-        pipeline_parallel=2,
-        enforce_eager=False,
-        prefix_caching=True,
-        extra_args=("--attention-backend", "FLASHINFER"),
-    ),
-}
+REPOSITORY = Path(__file__).resolve().parents[2]
+RTX_4090 = {"name": "NVIDIA GeForce RTX 4090", "capability": [8, 9], "memory_bytes": 24_210 * 2**20}
+ADA = Engine(locked_engine()[1], "cuda", 89)
+HEAD_DIM = 128  # of the models that are served on a card: Qwen2.5-7B has 3584 / 28
+MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
 
 
-@pytest.fixture(scope="module")
-def parsed() -> dict[str, dict[str, object]]:
-    """Both specs as the engine understands them; one start of its environment for all tests."""
-    python = environment_python("serve")
-    argv = [build_command(spec, python, 8123)[3:] for spec in SPECS.values()]
-    # Parsed as on a CPU, which is the machine that runs this test; the flags are the same.
-    environment = build_environment(SPECS["cpu"], {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]})
+def in_engine(argv: dict[str, list[str]], card: dict[str, Any] | None, build: bool) -> dict[str, Any]:
+    """One process of the serve environment for all command lines: importing vLLM takes 10 s."""
+    spec = ServeSpec(
+        locked_engine()[1], Path("x"), "x", "cpu" if card is None else "cuda", 16, 1, kv_cache_memory_bytes=1
+    )
+    environment = build_environment(spec, {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]})
     done = subprocess.run(
-        [python, "-c", PARSE, json.dumps(argv)],
-        env=environment,
+        [environment_python("serve"), "-m", "tests.support.engine_child"],
+        input=json.dumps({"card": card, "argv": argv, "build": build}),
+        # With a card: the cubins count as there, else vLLM asks a server of NVIDIA's for them.
+        env=environment | {"VLLM_HAS_FLASHINFER_CUBIN": "1"},
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("PARSED"))
-    return dict(zip(SPECS, json.loads(line.removeprefix("PARSED")), strict=True))
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
-@pytest.mark.parametrize("target", SPECS)
-def test_every_field_arrives(parsed: dict[str, dict[str, object]], target: str) -> None:
-    spec, got = SPECS[target], parsed[target]
-    same_name = (
-        "dtype",
-        "kv_cache_dtype",
-        "max_model_len",
-        "max_num_seqs",
-        "enforce_eager",
-        "seed",
-        "kv_cache_memory_bytes",
+@dataclass(frozen=True)
+class Served:
+    """A profile's variants: their servers, and what the engine makes of each."""
+
+    settings: Settings
+    specs: dict[str, ServeSpec]
+    answers: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=profiles())
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Every variant of a profile as the stages serve it, its checkpoint reduced to the config.json that decides."""
+    settings = load_settings([f"profile={request.param}"])
+    folder = tmp_path_factory.mktemp(request.param)
+    for scheme in {variant.weights for variant in settings.variants.values()}:
+        write_config(settings, scheme, folder / scheme)
+    specs = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "weights_folder", lambda scheme: folder / scheme)
+        for name, variant in settings.variants.items():
+            budget = row_of(settings, variant, geometry_of(settings), card_of(settings)).budget.bytes
+            row = PlanRow.model_construct(capacity=Capacity.model_construct(kv_budget_bytes=budget))
+            specs[name] = context.serve_spec(settings, variant, row)
+    argv = {
+        name: [*build_command(spec, "python", 8123)[3:], "--skip-tokenizer-init"]
+        for name, spec in specs.items()
+    }
+    card = RTX_4090 if settings.device.kind == "cuda" else None
+    return Served(settings, specs, in_engine(argv, card, build=True))
+
+
+def write_config(settings: Settings, scheme: str, folder: Path) -> None:
+    """The config.json that the model's source and the quantizer leave in a checkpoint."""
+    architecture = (settings.model.config or {})["architectures"][0]
+    config = {
+        "model_type": {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[architecture],
+        "dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        **(settings.model.config or {}),
+    }
+    if scheme != "bf16":
+        config["quantization_config"] = quantization_config(settings.quantizers[scheme].model_dump())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def quantization_config(recipe: dict[str, Any]) -> dict[str, Any]:
+    """As AutoAWQ 0.2.9 (awq/models/_config.py) and compressed-tensors 0.19 (llm-compressor's format) write it."""
+    if recipe["backend"] == "autoawq":
+        return {
+            "quant_method": "awq",
+            "bits": recipe["bits"],
+            "group_size": recipe["group_size"],
+            "zero_point": recipe["zero_point"],
+            "version": "gemm",
+            "modules_to_not_convert": None,
+        }
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": not recipe["zero_point"], "strategy": "group",
+        "group_size": recipe["group_size"], "dynamic": False, "actorder": None, "observer": "minmax",
+    }  # fmt: skip
+    scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    quantized = recipe["bits"] < 16
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "pack-quantized" if quantized else "dense",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}} if quantized else {},
+        "ignore": ["lm_head"] if quantized else [],
+        "kv_cache_scheme": scales if recipe["calibrate_kv_scales"] else None,
+    }
+
+
+def test_every_field_arrives(served: Served) -> None:
+    for name, spec in served.specs.items():
+        got = served.answers[name]["parsed"]
+        for field in (
+            "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs", "enforce_eager", "seed", "kv_cache_memory_bytes",
+            "block_size", "max_num_batched_tokens",
+        ):  # fmt: skip
+            assert got[field] == getattr(spec, field), (name, field)
+        assert got["model"] == str(spec.model_dir)
+        assert got["served_model_name"] == [name]
+        assert (got["host"], got["port"]) == ("127.0.0.1", 8123)
+        assert got["quantization"] is None
+        assert got["generation_config"] == "vllm"
+        assert got["disable_uvicorn_access_log"] is True
+        assert got["gpu_memory_utilization"] == (
+            spec.gpu_memory_utilization or 0.92
+        )  # 0.92: the engine's own default
+
+
+def test_the_engine_is_configured_as_the_variant_means_it(served: Served) -> None:
+    settings = served.settings
+    for name, spec in served.specs.items():
+        got = served.answers[name]["config"]
+        assert got["kv_cache_dtype"] == settings.variants[name].kv_cache_dtype, name
+        assert got["block_size"] == settings.server.block_size, name
+        assert got["max_model_len"] == settings.server.max_model_len, name
+        assert got["max_num_seqs"] == settings.server.max_num_seqs, name
+        assert got["prefix_caching"] is False, name
+        assert got["dtype"] == f"torch.{settings.server.dtype}", name
+        assert got["kv_cache_memory_bytes"] == spec.kv_cache_memory_bytes, name
+        if settings.server.max_num_batched_tokens is not None:
+            assert got["max_num_batched_tokens"] == settings.server.max_num_batched_tokens, name
+        recipe = settings.quantizers.get(settings.variants[name].weights)
+        assert (got["quantization"] is None) == (recipe is None), (name, got["quantization"])
+
+
+def test_every_layer_runs_on_the_kernel_that_the_variant_means(served: Served) -> None:
+    """The backend that our own table expects (FlashAttention for BF16, FlashInfer for FP8, Triton for scales per token and head),
+    or the pinned one; AWQ on Marlin, no layer left out."""
+    settings = served.settings
+    on_card = settings.device.kind == "cuda"
+    layers = settings.model.config["num_hidden_layers"]  # type: ignore[index]
+    for name, spec in served.specs.items():
+        got = served.answers[name]["layers"]
+        # On a CPU the plugin's backend carries the stock one's name.
+        expected = (
+            attention_backends(spec.kv_cache_dtype, ADA, HEAD_DIM)[0].backend if on_card else "CPU_ATTN"
+        )
+        if "--attention-backend" in spec.extra_args:
+            expected = spec.extra_args[spec.extra_args.index("--attention-backend") + 1]
+        assert got["attention_backend"] == {expected: layers}, name
+        assert got["kv_cache_dtype"] == {spec.kv_cache_dtype: layers}, name
+        quantized = {kernel: count for kernel, count in got["linear"].items() if "Unquantized" not in kernel}
+        recipe = settings.quantizers.get(settings.variants[name].weights)
+        if recipe is None or not recipe.quantizes_weights:
+            assert quantized == {}, name
+            continue
+        assert sum(quantized.values()) == 4 * layers, (name, quantized)  # qkv, o, gate and up, down
+        if on_card:
+            assert set(quantized) == {MARLIN}, name
+
+
+def test_a_pinned_variant_differs_from_the_fp8_one_in_nothing_but_the_cache(served: Served) -> None:
+    """What `awq-pinned` is for: the same attention backend under both dtypes."""
+    pinned = [name for name, spec in served.specs.items() if "--attention-backend" in spec.extra_args]
+    for name in pinned:
+        weights = served.settings.variants[name].weights
+        twins = [
+            other for other, variant in served.settings.variants.items()
+            if variant.weights == weights and variant.kv_cache_dtype == "fp8" and other not in pinned
+        ]  # fmt: skip
+        assert twins, f"{name} pins a backend, but no FP8 variant of {weights} is there to compare it with"
+        for twin in twins:
+            ours, theirs = served.answers[name]["layers"], served.answers[twin]["layers"]
+            assert ours["attention_backend"] == theirs["attention_backend"], (name, twin)
+            assert ours["linear"] == theirs["linear"], (name, twin)
+
+
+def test_the_log_says_what_the_layers_are(served: Served) -> None:
+    """`parse_log` on the lines that the installed version writes while it chooses: a changed text fails here."""
+    if served.settings.device.kind == "cpu":
+        return  # on a CPU it names neither; the recorded logs (tests/unit/serving/test_signals.py) hold what it says
+    for name, answer in served.answers.items():
+        said = parse_log(answer["log"])
+        assert {said.attention_backend} == set(answer["layers"]["attention_backend"]), (name, answer["log"])
+        kernels = {
+            kernel.rsplit(".", 1)[1] for kernel in answer["layers"]["linear"] if "Unquantized" not in kernel
+        }
+        assert ({said.weights_kernel} if said.weights_kernel else set()) == kernels, (name, answer["log"])
+
+
+def test_the_block_size_costs_no_backend(served: Served) -> None:
+    """vLLM falls back to a slower backend, with a warning, where the block size that it is told doesn't suit the better one."""
+    for name, answer in served.answers.items():
+        assert "precluded" not in answer["log"], name
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_prefix_caching_parallelism_and_pinning_arrive(prefix_caching: bool) -> None:
+    spec = ServeSpec(
+        engine_version=locked_engine()[1],
+        model_dir=Path("/models/some"),
+        served_name="bf16",
+        target="cuda",
+        max_model_len=8192,
+        max_num_seqs=128,
+        gpu_memory_utilization=0.9,
+        tensor_parallel=2,
+        pipeline_parallel=2,
+        enforce_eager=False,
+        prefix_caching=prefix_caching,
+        extra_args=("--attention-backend", "FLASHINFER"),
     )
-    for name in same_name:
-        assert got[name] == getattr(spec, name), name
-    assert got["model"] == "/models/some"
-    assert got["served_model_name"] == [spec.served_name]
-    assert (got["host"], got["port"]) == ("127.0.0.1", 8123)
-    assert got["enable_prefix_caching"] is spec.prefix_caching
-    assert got["quantization"] is None
-    assert got["generation_config"] == "vllm"
-    assert got["disable_uvicorn_access_log"] is True
+    got = in_engine({"it": build_command(spec, "python", 1)[3:]}, None, build=False)["it"]["parsed"]
+    assert got["enable_prefix_caching"] is prefix_caching
+    assert "FLASHINFER" in got["attention_backend"]
+    assert (got["tensor_parallel_size"], got["pipeline_parallel_size"]) == (2, 2)
+    assert (got["gpu_memory_utilization"], got["max_num_batched_tokens"]) == (0.9, None)
 
 
-def test_optional_fields_arrive(parsed: dict[str, dict[str, object]]) -> None:
-    assert parsed["cpu"]["max_num_batched_tokens"] == 1024
-    assert parsed["cpu"]["block_size"] == 128
-    assert parsed["cuda"]["gpu_memory_utilization"] == 0.92
-    assert "FLASHINFER" in str(parsed["cuda"]["attention_backend"])
-    assert parsed["cuda"]["max_num_batched_tokens"] is None
-    assert (parsed["cuda"]["tensor_parallel_size"], parsed["cuda"]["pipeline_parallel_size"]) == (2, 2)
-    assert (parsed["cpu"]["tensor_parallel_size"], parsed["cpu"]["pipeline_parallel_size"]) == (1, 1)
+def test_the_recorded_flags_are_the_installed_parsers() -> None:
+    """What `pipeline/serving/flags/vllm.tsv` says of the locked release, against its parser: no flag more, none less."""
+    code = (
+        "import json; from pipeline.serving.flags.record import installed_flags, installed_version; "
+        "print(json.dumps([installed_version(), installed_flags()]))"
+    )
+    done = subprocess.run(
+        [environment_python("serve"), "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=True,
+    )
+    version, flags = json.loads(done.stdout.splitlines()[-1])
+    assert version == locked_engine()[1]
+    assert flag_table().flags(version) == flags

@@ -22,6 +22,7 @@ import requests
 
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import Server, serve
 from tests.support.mock_vllm import fake_python
 from tests.support.patience import PATIENCE_S, wait_until
@@ -31,6 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def spec(name: str = "demo") -> ServeSpec:
     return ServeSpec(
+        engine_version=locked_engine()[1],
         model_dir=Path("no-such-model"),
         served_name=name,
         target="cpu",

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.capacity import EngineRules, Geometry, kv_layout
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
 from tests.support.environments import environment_python
@@ -52,6 +53,7 @@ def test_a_started_engine_reports_the_planned_pool(name: str, dtype: str, tmp_pa
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     write_tokenizer(folder)
     spec = ServeSpec(
+        engine_version=locked_engine()[1],
         model_dir=folder, served_name=name, target="cpu", max_model_len=LENGTH, max_num_seqs=4, kv_cache_dtype=dtype,
         kv_cache_memory_bytes=POOL_BYTES, max_num_batched_tokens=RULES.max_num_batched_tokens,
         block_size=RULES.block_size, extra_args=("--load-format", "dummy"),

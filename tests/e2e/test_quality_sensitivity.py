@@ -23,6 +23,7 @@ from pipeline.quality.statistics import compare, non_inferiority
 from pipeline.quality.stream import StreamClient, make_stream, score_stream, stream_of
 from pipeline.results import Sample
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import Server, serve
 from pipeline.verdict.policy import Policy
 from pipeline.verdict.quality import Evidence, divergence_gates, quality_gate
@@ -62,6 +63,7 @@ def damage(model: Path, target: Path) -> Path:
 
 def _spec(model: Path) -> ServeSpec:
     return ServeSpec(
+        engine_version=locked_engine()[1],
         model_dir=model, served_name="m", target="cpu", max_model_len=512, max_num_seqs=1,
         kv_cache_memory_bytes=80 * 2**20, block_size=128,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import requests
 
 from pipeline.errors import EngineFailedError
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import locked_engine
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
@@ -28,6 +29,7 @@ STARTUP_TIMEOUT_S = 1200.0  # it only ends a start that hangs: 45 s on two quiet
 
 def spec(model: Path, kv_cache_memory_bytes: int = POOL_BYTES) -> ServeSpec:
     return ServeSpec(
+        engine_version=locked_engine()[1],
         model_dir=model,
         served_name="bf16",
         target="cpu",

@@ -14,6 +14,7 @@ from pipeline.serving.command import ServeSpec, build_command, build_environment
 
 def spec(**changes: Any) -> ServeSpec:
     values: dict[str, Any] = {
+        "engine_version": "0.32.0",
         "model_dir": Path("some/model"),
         "served_name": "bf16",
         "target": "cpu",
@@ -64,13 +65,25 @@ def test_local_folder_becomes_absolute_and_a_hub_id_stays(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": "fp8_e5m2"}, "isn't one of auto, bfloat16, fp8"),
+        (
+            {"kv_cache_dtype": "fp7"},
+            "--kv-cache-dtype 'fp7' isn't known to vLLM 0.32.0; allowed are auto, bfloat16",
+        ),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "Triton attention, which a CPU doesn't have"),
         ({"kv_cache_memory_bytes": None}, "needs kv_cache_memory_bytes"),
         ({"gpu_memory_utilization": 0.9}, "no meaning on a CPU"),
         ({"extra_args": ("--quantization", "awq")}, "'--quantization' can't be set here: .*slower kernel"),
         ({"extra_args": ("--port=80",)}, "'--port=80' can't be set here"),
         ({"extra_args": ("--host", "0.0.0.0")}, "always binds 127.0.0.1"),
+        (
+            {"extra_args": ("--max_model_len=4096",)},
+            "'--max_model_len=4096' can't be set here: .* server.max_model_len",
+        ),
+        ({"extra_args": ("--kv-cache-dtype", "fp8")}, "set by the variant's kv_cache_dtype"),
+        (
+            {"extra_args": ("--calculate-kv-scales",)},
+            "bf16: engine_args: --calculate-kv-scales isn't a flag of vLLM 0.32.0",
+        ),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

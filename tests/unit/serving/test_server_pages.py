@@ -17,6 +17,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 
 def server_at(port: int) -> Server:
     spec = ServeSpec(
+        engine_version="0.32.0",
         model_dir=Path("m"), served_name="m", target="cpu", max_model_len=16, max_num_seqs=1, kv_cache_memory_bytes=1
     )  # fmt: skip
     return Server(spec, [], port, Path("serve.log"))
