@@ -25,7 +25,7 @@ from pipeline.serving.command import ServeSpec
 from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import Server, serve
 from tests.support.mock_vllm import fake_python
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import PATIENCE_S, wait_until, wait_until_empty
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -87,7 +87,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(folder: Path) -> None:
-    wait_until(lambda: not marked(folder))
+    wait_until_empty(lambda: marked(folder))
 
 
 @pytest.fixture(autouse=True)

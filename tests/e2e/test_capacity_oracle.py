@@ -14,6 +14,7 @@ from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
 from tests.support.environments import environment_python
+from tests.support.patience import ENGINE_START_S
 from tests.support.tiny_models import VOCAB, write_tokenizer
 
 LENGTH = 1024
@@ -59,7 +60,7 @@ def test_a_started_engine_reports_the_planned_pool(name: str, dtype: str, tmp_pa
         block_size=RULES.block_size, extra_args=("--load-format", "dummy"),
     )  # fmt: skip
     pool = kv_layout(Geometry.from_config(MODELS[name]), dtype, RULES).pool(POOL_BYTES, LENGTH)
-    with serve(spec, environment_python("serve"), tmp_path / "serve.log", 400.0) as server:
+    with serve(spec, environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S) as server:
         metrics = parse_metrics(server.metrics_text())
         tokens, sequences = reported_capacity(parse_log(server.log_text()), metrics)
     assert (metrics.num_gpu_blocks, tokens) == (pool.blocks, pool.tokens)

@@ -12,8 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,10 +27,12 @@ from pipeline.load.slo import probe_result
 from pipeline.results import Measurement, PlanRow, Verdict, load
 from pipeline.settings import load_settings
 from pipeline.stages.measure import search_plans, slo_of
+from tests.support.patience import ENGINE_START_S, wait_until, wait_until_empty
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["bf16", "awq-fp8kv"]
 LEVELS = [2, 12]
+HANGS_S = 5400.0  # so long no run takes on any machine that can finish the tests
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This tree as a clone would have it (what git tracks or would), pointed at a reduced profile."""
     folder = tmp_path_factory.mktemp("clone") / "quantgate"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+        # In a container the checkout may belong to another user than runs this.
+        ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     ).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -83,31 +88,36 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def _repro(folder: Path) -> tuple[set[str], float]:
-    """Run `dvc repro`; which stages ran, and the seconds it took."""
-    started = time.monotonic()
+def _repro(folder: Path) -> set[str]:
+    """Run `dvc repro`; which stages ran."""
     process = _start(folder)
-    output, _ = process.communicate(timeout=1500)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output[-6000:]
-    return set(re.findall(r"Running stage '([^']+)'", output)), time.monotonic() - started
+    return set(re.findall(r"Running stage '([^']+)'", output))
 
 
-def _left_over(folder: Path) -> list[str]:
-    """Processes that work in or for the clone."""
-    found = []
+def _left_over(folder: Path, known: Sequence[psutil.Process] = ()) -> list[str]:
+    """Live processes that work in or for the clone, and those of `known`: the engine's hide what they were started with."""
+    found = [f"{process.pid} known" for process in known if process.is_running() and not _is_zombie(process)]
     for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
         if process.pid == os.getpid():
             continue
         words = " ".join(process.info["cmdline"] or [])
-        if str(folder) in words or str(folder) in (process.info["cwd"] or "") or "VLLM::" in words:
+        if str(folder) in words or str(folder) in (process.info["cwd"] or ""):
             found.append(f"{process.pid} {words[:120]}")
     return found
 
 
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.fixture(scope="module")
 def first_run(clone: Path) -> Iterator[set[str]]:
-    ran, _ = _repro(clone)
-    yield ran
+    yield _repro(clone)
 
 
 def test_every_stage_ran(first_run: set[str]) -> None:
@@ -165,7 +175,7 @@ def test_search_answers_with_an_interval(clone: Path, first_run: set[str]) -> No
         (search,) = load(clone / f"results/measure/{name}.json", Measurement).searches
         assert search.probes and search.requests == sum(probe.requests for probe in search.probes)
         assert search.low is None or search.high is None or search.low <= search.high
-        assert not any(probe.client_saturated for probe in search.probes)
+        assert all(probe.decision == "undecided" for probe in search.probes if probe.client_saturated)
 
 
 def test_published_figures_come_from_the_records(clone: Path, first_run: set[str]) -> None:
@@ -212,9 +222,7 @@ def test_nothing_changed_nothing_runs(clone: Path, first_run: set[str]) -> None:
     for name in ("README.md", "team-demo/README.md", "team-demo/facts/chinese.txt"):
         path = clone / "evalsets" / name
         path.write_text(path.read_text() + "\n# One more line.\n")
-    ran, seconds = _repro(clone)
-    assert ran == {"environment"}
-    assert seconds < 30  # a bound against a rerun, not a claim: 10 s is what a quiet machine needs
+    assert _repro(clone) == {"environment"}
 
 
 def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> None:
@@ -222,22 +230,23 @@ def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> N
     path = clone / "conf/variant/awq-fp8kv.yaml"
     path.write_text(path.read_text() + "engine_args: [--max-logprobs, '25']\n")
     before = (clone / "results/measure/bf16.json").read_bytes()
-    process = _start(clone)
     log = clone / "results/logs/measure/awq-fp8kv/serve.log"
     log.unlink(missing_ok=True)
-    deadline = time.monotonic() + 300
-    while not (log.exists() and "Application startup complete" in log.read_text(errors="replace")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+    process = _start(clone)
+
+    def serves() -> bool:
+        assert process.poll() is None, "dvc ended before its engine was ready"
+        return log.exists() and "Application startup complete" in log.read_text(errors="replace")
+
+    wait_until(serves, ENGINE_START_S)
+    known = psutil.Process(process.pid).children(recursive=True)
+    assert len(known) > 3, "the stage, its guard, the engine's processes"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 60
-    while _left_over(clone) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert _left_over(clone) == []
+    wait_until_empty(lambda: _left_over(clone, known))
     assert (clone / "results/measure/bf16.json").read_bytes() == before
     assert not list((clone / "results").rglob("*.partial"))
-    ran, _ = _repro(clone)
+    ran = _repro(clone)
     # The plan isn't among them: it was made again before the kill, and what it says of other variants is the same.
     assert ran == {
         "environment",
@@ -247,7 +256,7 @@ def test_killed_in_measure_then_run_again(clone: Path, first_run: set[str]) -> N
         "graph/dvc.yaml:report@reduced",
         "track",
     }
-    assert _left_over(clone) == []
+    wait_until_empty(lambda: _left_over(clone))
 
 
 def test_wrong_input_stops_before_anything_runs(clone: Path, first_run: set[str]) -> None:
@@ -257,7 +266,7 @@ def test_wrong_input_stops_before_anything_runs(clone: Path, first_run: set[str]
     try:
         path.write_text(good.replace("kv_cache_dtype: fp8", "kv_cache_dtype: fp9"))
         process = _start(clone)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=HANGS_S)
     finally:
         path.write_text(good)
     assert process.returncode != 0

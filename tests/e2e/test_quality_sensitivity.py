@@ -28,6 +28,7 @@ from pipeline.serving.server import Server, serve
 from pipeline.verdict.policy import Policy
 from pipeline.verdict.quality import Evidence, divergence_gates, quality_gate
 from tests.support.environments import environment_python
+from tests.support.patience import ENGINE_START_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SET = ROOT / "evalsets/team-demo"
@@ -95,14 +96,16 @@ def runs(
     """Samples and scored stream of the reference, of the reference asked again, and of the damaged model."""
     folder = tmp_path_factory.mktemp("sensitivity")
     found: dict[str, tuple[list[Sample], ScoredStream]] = {}
-    with serve(_spec(prepared_model), environment_python("serve"), folder / "bf16.log", 400) as server:
+    with serve(
+        _spec(prepared_model), environment_python("serve"), folder / "bf16.log", ENGINE_START_S
+    ) as server:
         items = sample_items(load_items(SET / "items.jsonl"), 12, 3, {"long_context": 1})
         stream = make_stream(_client(server), items, 4)
         for name in ("bf16", "bf16-again"):
             scores = _scores(server, prepared_model, folder / name)
             found[name] = scores.samples, score_stream(_client(server), stream, 20)
     damaged = damage(prepared_model, folder / "damaged")
-    with serve(_spec(damaged), environment_python("serve"), folder / "damaged.log", 400) as server:
+    with serve(_spec(damaged), environment_python("serve"), folder / "damaged.log", ENGINE_START_S) as server:
         scores = _scores(server, damaged, folder / "scores", found["bf16"][0])
         tokens = stream_of(found["bf16"][1])
         found["damaged"] = scores.samples, score_stream(_client(server), tokens, 20)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,12 +19,12 @@ from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
 from tests.support.environments import environment_python
+from tests.support.patience import ENGINE_START_S, PATIENCE_S, wait_until_empty
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KAPPA_BYTES = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M: K and V, 30 layers, 3 KV heads, head size 64, BF16
 POOL_BYTES = 80 * 2**20
 BLOCK = 128
-STARTUP_TIMEOUT_S = 1200.0  # it only ends a start that hangs: 45 s on two quiet cores
 
 
 def spec(model: Path, kv_cache_memory_bytes: int = POOL_BYTES) -> ServeSpec:
@@ -47,16 +47,25 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     ]
 
 
+def abandoned(names: set[str]) -> set[str]:
+    """Those pieces of shared memory that no process has mapped: whatever else this machine runs has its own."""
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mapped.update(Path(region.path).name for region in process.memory_maps())
+    return names - mapped
+
+
 def test_life_of_the_engine(prepared_model: Path, tmp_path: Path) -> None:
     shared_before = set(os.listdir("/dev/shm"))
     with serve(
-        spec(prepared_model), environment_python("serve"), tmp_path / "serve.log", STARTUP_TIMEOUT_S
+        spec(prepared_model), environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S
     ) as server:
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         assert len(processes) >= 3, "API server, engine core, worker"
         with MetricsSampler(server.base_url, interval_s=0.2) as sampler:
             body = {"model": "bf16", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-            answer = requests.post(f"{server.base_url}/v1/completions", json=body, timeout=120).json()
+            answer = requests.post(f"{server.base_url}/v1/completions", json=body, timeout=PATIENCE_S).json()
         server.check()
         log, metrics = parse_log(server.log_text()), parse_metrics(server.metrics_text())
     assert "Paris" in answer["choices"][0]["text"]
@@ -73,14 +82,14 @@ def test_life_of_the_engine(prepared_model: Path, tmp_path: Path) -> None:
     assert sampler.failures == 0
     assert sampler.timeline[-1]["generation_tokens_total"] >= 8
     assert alive(processes) == []
-    assert set(os.listdir("/dev/shm")) - shared_before == set()
+    assert abandoned(set(os.listdir("/dev/shm")) - shared_before) == set()
 
 
 def test_pool_too_small_for_one_request_is_said_in_a_sentence(prepared_model: Path, tmp_path: Path) -> None:
     small = spec(prepared_model, kv_cache_memory_bytes=KAPPA_BYTES * BLOCK * 2)
     with (
         pytest.raises(EngineFailedError, match="not even one request fits") as caught,
-        serve(small, environment_python("serve"), tmp_path / "serve.log", STARTUP_TIMEOUT_S),
+        serve(small, environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S),
     ):
         pytest.fail("it started")
     assert str(tmp_path / "serve.log") in str(caught.value)
@@ -90,11 +99,11 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from pipeline.serving.server import serve
-from tests.e2e.test_serving import STARTUP_TIMEOUT_S, spec
+from tests.e2e.test_serving import ENGINE_START_S, spec
 model, python, log = map(Path, sys.argv[1:])
-with serve(spec(model), python, log, STARTUP_TIMEOUT_S) as server:
+with serve(spec(model), python, log, ENGINE_START_S) as server:
     print(server.pid, flush=True)
-    time.sleep(600)
+    time.sleep(3600)
 """
 
 
@@ -110,7 +119,4 @@ def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) 
     processes = [server, *server.children(recursive=True)]
     owner.kill()
     owner.wait()
-    deadline = time.monotonic() + 30
-    while alive(processes) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert alive(processes) == []
+    wait_until_empty(lambda: alive(processes))
