@@ -74,7 +74,7 @@ def test_tango_with_no_flips_has_the_closed_form_width() -> None:
     assert low == pytest.approx(-high, abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 400), st.data())
 def test_tango_properties(n: int, data: st.DataObject) -> None:
     """It brackets the estimate, stays in −1..1, mirrors with the direction and widens with confidence."""
