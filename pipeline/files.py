@@ -67,13 +67,3 @@ def sha256_file(path: str | Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def sha256_tree(folder: str | Path) -> str:
-    """Hex SHA-256 over the relative names and contents of all files below `folder`, in sorted order."""
-    root = Path(folder)
-    digest = hashlib.sha256()
-    for path in sorted(entry for entry in root.rglob("*") if entry.is_file()):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(sha256_file(path).encode() + b"\n")
-    return digest.hexdigest()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.doctor.check import Check, ok
 from pipeline.errors import UserInputError
-from pipeline.quality.evalset import describe, load_items, sample_items
+from pipeline.quality.evalset import describe, sample_items
 from pipeline.quality.tasks import read_task, refuse_leaks
 from pipeline.settings import Settings
 
@@ -18,7 +18,7 @@ def check_evalset(settings: Settings) -> Check:
     said = []
     for task in settings.evalset.own_tasks:
         files = read_task(Path(settings.evalset.folder), task.task)
-        items = load_items(files.items_path, files.kind)
+        items = files.items
         if task.items is not None and task.items > len(items):
             raise UserInputError(
                 f"conf/evalset/{settings.choices['evalset']}.yaml: items is {task.items}; "

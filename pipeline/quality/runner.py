@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.files import sha256_file
 from pipeline.quality.cache import RequestCache
-from pipeline.quality.evalset import Item, load_items, sample_items, scoring_order
+from pipeline.quality.evalset import Item, sample_items, scoring_order
 from pipeline.quality.intervals import wilson_interval
 from pipeline.quality.statistics import slice_scores
 from pipeline.quality.tasks import (
@@ -154,7 +154,7 @@ class _Found:
 def _run_own(run: EvalRun, folder: Path, endpoint: Endpoint, work_dir: Path, hooks: Hooks) -> _Found:
     """A team's set, in one go or look by look."""
     files = read_task(folder, run.task)
-    items = sample_items(load_items(files.items_path, files.kind), run.items, run.seed, run.slice_items)
+    items = sample_items(files.items, run.items, run.seed, run.slice_items)
     if run.looks:
         items = scoring_order(items, run.seed)
         if run.looks[-1] != len(items):

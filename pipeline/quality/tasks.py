@@ -6,6 +6,7 @@ benchmark is one of lm-eval's own tasks by name, for machines that reach a hub; 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class TaskFiles:
     yaml_path: Path
     kind: TaskKind
 
+    @functools.cached_property
+    def items(self) -> list[Item]:
+        """The whole set, every item checked; `UserInputError` names file, line and field."""
+        return load_items(self.items_path, self.kind)
+
 
 def refuse_leaks(settings: Settings) -> None:
     """Raise `UserInputError` when an eval item is calibration text: quality would be measured on what was tuned on.
@@ -42,8 +48,7 @@ def refuse_leaks(settings: Settings) -> None:
         return
     texts = load_texts(settings.calibration.file)
     for task in evalset.own_tasks:
-        files = read_task(Path(evalset.folder), task.task)
-        check_no_leak(load_items(files.items_path, files.kind), texts)
+        check_no_leak(read_task(Path(evalset.folder), task.task).items, texts)
 
 
 def read_task(folder: Path, task: str) -> TaskFiles:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.digests import sha256_tree
 from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError
-from pipeline.files import sha256_tree
 from pipeline.quality.cache import RequestCache
-from pipeline.quality.evalset import load_items, sample_items
+from pipeline.quality.evalset import sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
 from pipeline.quality.sequential import Looks, plan_looks
 from pipeline.quality.statistics import compare, non_inferiority
@@ -46,6 +46,7 @@ from pipeline.stages.context import (
 )
 
 CACHE = Path("artifacts/requests")
+DIGESTS = Path("artifacts/digests")
 FOLDER = RESULTS / "quality"
 
 
@@ -57,7 +58,7 @@ def run(settings: Settings, name: str) -> None:
     # variant give the same answers and a delta is the variant's, not the batching's.
     spec = serve_spec(settings, variant, planned(name), max_num_seqs=1)
     logs = LOGS / "quality" / name
-    checkpoint = sha256_tree(weights_folder(variant.weights))
+    checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
     with serve(spec, interpreter("serve"), logs / "serve.log", settings.server.startup_timeout_s) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
@@ -119,8 +120,7 @@ def _looks(settings: Settings) -> Looks | None:
     evalset = settings.evalset
     if evalset.looks == 1 or evalset.folder is None:
         return None
-    files = read_task(Path(evalset.folder), evalset.task)
-    loaded = load_items(files.items_path, files.kind)
+    loaded = read_task(Path(evalset.folder), evalset.task).items
     items = sample_items(loaded, evalset.items, evalset.seed, evalset.slice_items)
     return plan_looks(len(items), evalset.looks, settings.policy.confidence, evalset.spending)
 
@@ -155,8 +155,8 @@ def _stream(settings: Settings, name: str, server: Server, cache: RequestCache) 
         server.base_url, server.served_name, evalset.concurrency, evalset.seed, server.check, cache
     )
     if name == settings.reference:
-        files = read_task(Path(evalset.folder), evalset.task)
-        items = sample_items(load_items(files.items_path, files.kind), wanted.prompts, evalset.seed)
+        loaded = read_task(Path(evalset.folder), evalset.task).items
+        items = sample_items(loaded, wanted.prompts, evalset.seed)
         tokens = make_stream(client, items, wanted.continuation_tokens)
     else:
         tokens = stream_of(read_stream(FOLDER / f"{settings.reference}.logprobs.parquet"))

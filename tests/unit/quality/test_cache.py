@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EnvironmentUnfitError
-from pipeline.files import sha256_tree
 from pipeline.quality.cache import RequestCache
 
 AWQ = {"variant": "awq", "checkpoint": "c"}
@@ -45,12 +44,3 @@ def test_a_cut_file_is_begun_anew(tmp_path: Path) -> None:
     again = RequestCache(tmp_path, AWQ)
     assert again.get({"prompt": [1]}) is None
     again.close(finished=True)
-
-
-def test_a_checkpoints_identity_is_its_names_and_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"weights")
-    first = sha256_tree(tmp_path)
-    (tmp_path / "a.safetensors").write_bytes(b"weightz")
-    second = sha256_tree(tmp_path)
-    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
-    assert len({first, second, sha256_tree(tmp_path)}) == 3
