@@ -146,21 +146,21 @@ def test_disk_counts_checkpoints_twice_and_what_must_be_built(
     free(monkeypatch, 500)
     [found] = check_disk(settings("rtx4090"))
     assert found.status == "ok"
-    # 14.2 downloaded and linked, 5.2 quantized; DVC copies both; three environments at 6.
+    # 14.2 downloaded and linked, 5.2 for each of two quantizers; DVC copies all; four environments at 6.
     for part in (
         "download 14.2",
-        "checkpoints 5.2",
-        "DVC's copies 19.4",
-        "environments (orchestrator, serve, autoawq) 18.0",
+        "checkpoints 10.4",
+        "DVC's copies 24.6",
+        "environments (orchestrator, serve, autoawq, llmcompressor) 24.0",
     ):
         assert part in found.found
     free(monkeypatch, 30)
     [found] = check_disk(settings("rtx4090"))
     assert (found.status, found.exit_code) == ("fail", 3)
-    for scheme in ("bf16", "awq"):
+    for scheme in ("bf16", "awq", "awq-lc-kv"):
         (clone / "artifacts" / "weights" / scheme).mkdir(parents=True)
     [found] = check_disk(settings("rtx4090"))
-    assert "checkpoints 5.2" not in found.found and found.status == "ok"
+    assert ", checkpoints " not in found.found and found.status == "ok"
 
 
 def test_another_disk_is_counted_apart(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
