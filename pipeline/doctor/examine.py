@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pipeline.doctor.cards import cards_of, check_cards
@@ -18,7 +17,9 @@ from pipeline.doctor.machine import (
 from pipeline.doctor.model import check_source, local_config
 from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers
 from pipeline.doctor.software import check_environments, locked
+from pipeline.environments import on_device
 from pipeline.results import Environment
+from pipeline.runs import RUNS
 from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings
 
@@ -28,7 +29,7 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
     settings = _with_geometry(settings)
     found: list[Check] = []
     if settings.device.kind == "cuda":
-        found += guarded("GPU", lambda: check_cards(settings, nvml, locked("serve")))
+        found += guarded("GPU", lambda: check_cards(settings, nvml, locked(on_device("serve", "cuda"))))
     gpus = cards_of(settings, nvml)
     found += guarded("CPU", lambda: check_processor(settings, machine))
     found += guarded("other engine", lambda: check_other_engine(gpus))
@@ -49,5 +50,5 @@ def _with_geometry(settings: Settings) -> Settings:
     """The settings with the config.json of a model that is at hand, where the conf gives no geometry."""
     if settings.model.config is not None:
         return settings
-    config = local_config(settings, Path("artifacts/weights/bf16"))
+    config = local_config(settings, RUNS / settings.profile / "weights/bf16")
     return settings.model_copy(update={"model": settings.model.model_copy(update={"config": config})})

@@ -14,17 +14,17 @@ import huggingface_hub.constants
 from pipeline.capacity import GIB, weight_bytes
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.doctor.model import hub_folder
-from pipeline.environments.build import environment_folder, is_complete
+from pipeline.environments.build import environment_folder, is_complete, needed_bytes
 from pipeline.environments.needed import environments_of
 from pipeline.errors import EnvironmentUnfitError
 from pipeline.files import cache_folder
 from pipeline.planning.scenario import geometry_of, scheme_of
 from pipeline.results import Environment, Gpu
+from pipeline.runs import RUNS
 from pipeline.serving.lease import engine_leases
 from pipeline.settings import Settings
 from pipeline.settings.schema import HubSource, LocalSource
 
-ENVIRONMENT_BYTES = 6 * GIB  # as pipeline/environments/build.py asks for; the largest takes 3.4 GiB
 SLACK_BYTES = 2 * GIB  # logs, results, the engine's compiled kernels
 MLFLOW_PORT = 5000
 
@@ -114,9 +114,9 @@ def _takers(settings: Settings) -> Iterator[tuple[str, int, Path]]:
     """(what, bytes, where) still to come."""
     yield "logs and results", SLACK_BYTES, Path.cwd()
     if settings.model.config is not None:
-        yield from _checkpoints(settings, Path("artifacts/weights"))
+        yield from _checkpoints(settings, RUNS / settings.profile / "weights")
     unbuilt = [name for name in environments_of(settings) if not is_complete(environment_folder(name))]
-    yield f"environments ({', '.join(unbuilt)})", ENVIRONMENT_BYTES * len(unbuilt), cache_folder()
+    yield f"environments ({', '.join(unbuilt)})", sum(map(needed_bytes, unbuilt)), cache_folder()
 
 
 def _checkpoints(settings: Settings, weights: Path) -> Iterator[tuple[str, int, Path]]:

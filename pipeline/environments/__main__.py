@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from pipeline.environments.build import ENVIRONMENTS, PYTHON, ROOT, ensure, lock_file
+from pipeline.environments.build import CUDA, ENVIRONMENTS, PYTHON, ROOT, ensure, lock_file
 from pipeline.environments.needed import selected
 from pipeline.errors import EnvironmentUnfitError, run_main
 from pipeline.files import write_text
@@ -21,17 +21,23 @@ from pipeline.files import write_text
 def lock(name: str) -> None:
     """Resolve the group `name` of pyproject.toml into its lock file, without naming any index or path in it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    links = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
+    on_card = name.endswith(CUDA)
+    links = (
+        []
+        if on_card
+        else subprocess.run(
+            [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+    )
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "in.txt"
         wanted.write_text("\n".join(project["dependency-groups"][name]) + "\n")
         overrides = Path(folder) / "overrides.txt"
-        excluded = project["tool"]["quantgate"]["environments"]["exclude"]
+        # With torch from PyPI what vllm asks for beside it fits it.
+        excluded = [] if on_card else project["tool"]["quantgate"]["environments"]["exclude"]
         overrides.write_text("".join(f"{package}; sys_platform == 'never'\n" for package in excluded))
         command = [
             "uv", "pip", "compile", str(wanted), "--quiet", "--override", str(overrides), "--no-header",
@@ -40,7 +46,7 @@ def lock(name: str) -> None:
         ]  # fmt: skip
         for link in links:
             command += ["--find-links", link]
-        if links:  # a local wheel folder is all that is needed besides PyPI
+        if links or on_card:  # a local wheel folder, or PyPI, has the torch that is asked for
             command.remove("--torch-backend")
             command.remove("cpu")
         result = subprocess.run(command, capture_output=True, text=True, check=False)

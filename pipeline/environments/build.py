@@ -27,13 +27,36 @@ LOCKS = Path(__file__).parent / "locks"
 MARKER = ".quantgate-complete"
 PYTHON = (3, 11)  # requires-python of pyproject.toml; the locks are resolved for it
 
+CUDA = "-cuda"
+"""Ends the name of an environment whose torch is built for a card. Which of the two a stage takes follows its profile's device,
+not the machine: one with a card also runs the demo, and that is a CPU's."""
+
 # Environment -> what must import for it to count as built.
 ENVIRONMENTS = {
     "orchestrator": "import dvc, hydra, mlflow, lm_eval, pydantic, pyarrow, scipy",
     "serve": "import torch, transformers, vllm",
     "autoawq": "import torch, awq",
     "llmcompressor": "import torch, llmcompressor",
+    "serve-cuda": "import torch, transformers, vllm; assert torch.version.cuda, 'torch without CUDA was installed'",
+    "autoawq-cuda": "import torch, awq; assert torch.version.cuda, 'torch without CUDA was installed'",
+    "llmcompressor-cuda": "import torch, llmcompressor; assert torch.version.cuda, 'torch without CUDA was installed'",
 }
+
+
+def on_device(name: str, kind: str) -> str:
+    """The environment that does `name`'s work on a device of a kind, cpu or cuda."""
+    return f"{name}{CUDA}" if kind == "cuda" and f"{name}{CUDA}" in ENVIRONMENTS else name
+
+
+def needed_bytes(name: str) -> int:
+    """Disk that a build takes. On a CPU the largest (serve) measured 3.5 GB, plus pip's unpacking. For a card the wheels of
+    serve-cuda are 4.0 GB by the index; unpacked they are taken to be twice that, and pip keeps them."""
+    return (14 if name.endswith(CUDA) else 6) * 1024**3
+
+
+def has_card() -> bool:
+    """Whether an NVIDIA driver is loaded here (or lent by Windows): asked before gigabytes are fetched for a card."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version"))
 
 
 def lock_file(name: str) -> Path:
@@ -64,6 +87,11 @@ def ensure(name: str) -> Path:
     """Make environment `name` exist and `.venv/<name>` point to it; returns its folder. Instant when built."""
     folder = environment_folder(name)
     if not is_complete(folder):
+        if name.endswith(CUDA) and not has_card():
+            raise EnvironmentUnfitError(
+                f"environment {name} is for an NVIDIA card, and no driver is loaded here; run the profile where the card is, or "
+                "`quantgate use demo`"
+            )
         with _exclusive(folder):
             if not is_complete(folder):
                 _build(name, folder)
@@ -112,7 +140,7 @@ def _build(name: str, folder: Path) -> None:
     started = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
-    needed = 6 * 1024**3  # the largest (serve) measured 3.5 GB, plus pip's unpacking
+    needed = needed_bytes(name)
     if free < needed:
         raise EnvironmentUnfitError(
             f"{folder.parent}: {free / 1024**3:.1f} GiB free, building {name} needs {needed / 1024**3:.0f} GiB; "
@@ -126,7 +154,7 @@ def _build(name: str, folder: Path) -> None:
         lines = [
             line for line in lock_file(name).read_text().splitlines() if line and not line.startswith("#")
         ]
-        torch = [line for line in lines if line.startswith("torch==")]
+        torch = [line for line in lines if line.startswith("torch==") and line.endswith("+cpu")]
         if torch:
             _install_torch(name, log, output, python, torch[0])
         rest = write_text(folder / "requirements.txt", "\n".join(x for x in lines if x not in torch) + "\n")

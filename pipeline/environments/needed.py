@@ -6,23 +6,19 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline.environments.build import ROOT, ensure
+from pipeline.environments.build import ROOT, ensure, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 
 if TYPE_CHECKING:
     from pipeline.settings import Settings
 
-ALWAYS = ("orchestrator", "serve")
-
 
 def environments_of(settings: Settings) -> list[str]:
-    """The orchestrator's, the engine's, and those of the profile's quantizers."""
+    """The orchestrator's, the engine's, and those of the profile's quantizers, for the profile's device."""
     from pipeline.quantize.base import backend
 
-    return [
-        *ALWAYS,
-        *sorted({backend(recipe.backend).environment for recipe in settings.quantizers.values()}),
-    ]
+    quantizers = sorted({backend(recipe.backend).environment for recipe in settings.quantizers.values()})
+    return ["orchestrator", *(on_device(name, settings.device.kind) for name in ("serve", *quantizers))]
 
 
 def selected() -> list[str]:

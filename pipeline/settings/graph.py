@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline.environments import on_device
 from pipeline.errors import UserInputError
 from pipeline.files import write_text
 from pipeline.settings.compose import load_settings, profiles
@@ -97,7 +98,7 @@ def graph_of(settings: Settings) -> Graph:
                 "profile": profile,
                 "scheme": scheme,
                 "quantizer": recipe.name,
-                "backend": recipe.backend,
+                "lock": f"pipeline/environments/locks/{on_device(recipe.backend, settings.device.kind)}.txt",
                 "calibration": choices["calibration"],
                 "calibration_file": texts.file,
                 "heldout_file": texts.heldout_file,

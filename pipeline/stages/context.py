@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.environments import interpreter, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 from pipeline.lifetime import end_with_dvc
 from pipeline.results import Environment, PlanRow, load
@@ -51,6 +52,11 @@ def variant_of(settings: Settings, name: str) -> VariantSettings:
         raise UserInputError(
             f"variant {name!r} isn't in the profile {settings.profile}; it has {', '.join(settings.variants)}"
         ) from None
+
+
+def python_of(settings: Settings, environment: str) -> Path:
+    """The Python of an environment, as the profile's device needs it."""
+    return interpreter(on_device(environment, settings.device.kind))
 
 
 def weights_folder(scheme: str) -> Path:

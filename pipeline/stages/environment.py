@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.environments import lock_file
+from pipeline.environments.build import CUDA
 from pipeline.environments.needed import environments_of
 from pipeline.files import sha256_file
 from pipeline.gpu import read_gpus
@@ -46,8 +47,8 @@ def describe_machine(environments: Sequence[str]) -> Environment:
         gpus=read_gpus(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        packages={name: _locked(name) for name in environments},
-        locks={name: sha256_file(lock_file(name)) for name in environments},
+        packages={name.removesuffix(CUDA): _locked(name) for name in environments},
+        locks={name.removesuffix(CUDA): sha256_file(lock_file(name)) for name in environments},
     )
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError, QuantgateError
 from pipeline.files import write_json
 from pipeline.gpu import GpuSampler, summarise
@@ -36,6 +35,7 @@ from pipeline.stages.context import (
     RESULTS,
     environment,
     planned,
+    python_of,
     serve_spec,
     stage_main,
     variant_of,
@@ -50,7 +50,7 @@ def run(settings: Settings, name: str) -> None:
     variant = variant_of(settings, name)
     machine = environment()
     row = planned(name)
-    python = interpreter("serve")
+    python = python_of(settings, "serve")
     logs = LOGS / "measure" / name
     plan = load_plan(settings, weights_folder(variant.weights), row.capacity)
     # As a deployed server has it: the load's prompts are distinct, and a hit rate above 1 % is an error.

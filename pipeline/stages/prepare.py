@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.environments import interpreter
 from pipeline.files import write_json
 from pipeline.models.prepare import prepare
 from pipeline.settings import Settings
-from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, stage_main
+from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, python_of, stage_main
 
 
 def run(settings: Settings, _: str) -> None:
     record = prepare(
         settings.model.source,
         WEIGHTS / "bf16",
-        interpreter("serve"),
+        python_of(settings, "serve"),
         name=settings.model.name,
         log_path=LOGS / "prepare.log",
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import sha256_tree
-from pipeline.environments import interpreter
 from pipeline.errors import EngineFailedError
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
@@ -39,6 +38,7 @@ from pipeline.stages.context import (
     RESULTS,
     environment,
     planned,
+    python_of,
     serve_spec,
     stage_main,
     variant_of,
@@ -59,7 +59,9 @@ def run(settings: Settings, name: str) -> None:
     spec = serve_spec(settings, variant, planned(name), max_num_seqs=1)
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
-    with serve(spec, interpreter("serve"), logs / "serve.log", settings.server.startup_timeout_s) as server:
+    with serve(
+        spec, python_of(settings, "serve"), logs / "serve.log", settings.server.startup_timeout_s
+    ) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
         check_kv_cache(name, spec.model_dir, variant.kv_cache_dtype, variant.kv_scales, said, server.log_path)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipeline.environments import interpreter
 from pipeline.errors import UserInputError
 from pipeline.files import write_json
 from pipeline.quality.tasks import refuse_leaks
 from pipeline.quantize.base import QuantizeRequest, backend, quantize
 from pipeline.settings import Settings
-from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, stage_main, weights_folder
+from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, python_of, stage_main, weights_folder
 
 
 def run(settings: Settings, scheme: str) -> None:
@@ -31,7 +30,7 @@ def run(settings: Settings, scheme: str) -> None:
         recipe=recipe.recipe,
         tensor_parallel=settings.server.tensor_parallel,
     )
-    python = interpreter(backend(recipe.backend).environment)
+    python = python_of(settings, backend(recipe.backend).environment)
     record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")
     write_json(RESULTS / "quantize" / f"{scheme}.json", record)
     print(

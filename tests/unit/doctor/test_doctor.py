@@ -61,7 +61,7 @@ def test_a_machine_without_a_card_says_first_that_rtx4090_cannot_run_and_still_c
         "CPU",
         "memory",
         "ports",
-        "environment serve",
+        "environment serve-cuda",
         "model",
         "quantizer awq",
         "kernels",
@@ -146,19 +146,19 @@ def test_disk_counts_checkpoints_twice_and_what_must_be_built(
     free(monkeypatch, 500)
     [found] = check_disk(settings("rtx4090"))
     assert found.status == "ok"
-    # 14.2 downloaded and linked, 5.2 for each of two quantizers; DVC copies all; four environments at 6.
+    # 14.2 downloaded and linked, 5.2 for each of two quantizers; DVC copies all; environments: one at 6, three for a card at 14.
     for part in (
         "download 14.2",
         "checkpoints 10.4",
         "DVC's copies 24.6",
-        "environments (orchestrator, serve, autoawq, llmcompressor) 24.0",
+        "environments (orchestrator, serve-cuda, autoawq-cuda, llmcompressor-cuda) 48.0",
     ):
         assert part in found.found
-    free(monkeypatch, 30)
+    free(monkeypatch, 90)
     [found] = check_disk(settings("rtx4090"))
     assert (found.status, found.exit_code) == ("fail", 3)
     for scheme in ("bf16", "awq", "awq-lc-kv"):
-        (clone / "artifacts" / "weights" / scheme).mkdir(parents=True)
+        (clone / "runs" / "rtx4090" / "weights" / scheme).mkdir(parents=True)
     [found] = check_disk(settings("rtx4090"))
     assert ", checkpoints " not in found.found and found.status == "ok"
 
