@@ -62,7 +62,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: Any) -> None:
     """What is served from now on."""
-    monkeypatch.setattr(quality, "interpreter", lambda _: fake_python(folder, **script))
+    monkeypatch.setattr(quality, "python_of", lambda *_: fake_python(folder, **script))
     monkeypatch.setattr(quality, "_require_same_engine", lambda name, found: None)
 
 
