@@ -41,4 +41,5 @@ lock: ## resolve the locks anew (needs uv)
 	@$(PYTHON3) -m pipeline.environments lock
 
 clean: ## forget results, checkpoints and MLflow runs; environments stay in the cache folder
-	rm -rf runs results artifacts mlruns .venv .dvc/cache .dvc/tmp
+	rm -rf results artifacts mlruns .venv .dvc/cache .dvc/tmp
+	find runs -mindepth 2 ! -name dvc.yaml ! -name params.yaml -delete

@@ -1,7 +1,7 @@
 """`python3 -m pipeline STAGE PROFILE [ITEM]`: run a stage in the orchestrator's environment, which is built if needed.
 
-What dvc.yaml and graph/dvc.yaml call. Standard library only, since it runs on whatever `python3` there is: in a fresh clone, in CI and
-in DVC's temporary workspaces, none of which has an environment of its own.
+What dvc.yaml and runs/stages.yaml call. Standard library only, since it runs on whatever `python3` there is: in a fresh
+clone, in CI and in DVC's temporary workspaces, none of which has an environment of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a profile's files stand: runs/<profile>/, which `results` and `artifacts/weights` point at.
 
-DVC tracks the real folders, one for each profile, so that a stage can't read another profile's results. Code and people read
-`results/`: the profile that ran last.
+DVC tracks the real folders, one for each profile with its stages, so that a stage can't read another profile's results. Code
+and people read `results/`: the profile that ran last.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ def point_at(profile: str, root: Path | None = None) -> None:
     runs = root / RUNS / profile
     for folder in (runs, runs / "weights"):
         folder.mkdir(parents=True, exist_ok=True)
-    _link(root / "results", runs)
-    _link(root / "artifacts/weights", runs / "weights")
+    link(root / "results", runs)
+    link(root / "artifacts/weights", runs / "weights")
 
 
-def _link(link: Path, folder: Path) -> None:
-    link.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(folder, link.parent)
-    if link.is_symlink():
-        if os.readlink(link) == target:
+def link(place: Path, target: Path) -> None:
+    """Make `place` a relative link to `target`, at once. `UserInputError` where anything but a link stands there."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    words = os.path.relpath(target, place.parent)
+    if place.is_symlink():
+        if os.readlink(place) == words:
             return
-    elif link.exists():
-        raise UserInputError(
-            f"{link} is in the way: it must be a link into {RUNS}/; move it aside (an older version kept one profile's files there)"
-        )
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    elif place.exists():
+        raise UserInputError(f"{place} is in the way: it must be a link to {words}; move it aside")
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    os.replace(temporary, link)
+    temporary.symlink_to(words)
+    os.replace(temporary, place)

@@ -1,9 +1,10 @@
-"""What DVC sees of the profiles: the one that params.yaml names, and the lists in graph/params.yaml that its stages loop over.
+"""What DVC sees of the profiles: the one that params.yaml names, and runs/<profile>/params.yaml, which its stages loop over.
 
 DVC's own Hydra switch stays off: `dvc repro` never composes with it, and `dvc exp run` would overwrite a params.yaml that was
 edited by hand. Nor can DVC look a list up by the name of a profile (`${a.${b}}` doesn't nest, and `vars:` takes no
-interpolation, dvc/parsing/interpolate.py and context.py in 3.67.1). So the graph holds the stages of all profiles, and the one
-to run is reached through a path: dvc.yaml's last stage depends on runs/${profile}/.
+interpolation, dvc/parsing/interpolate.py and context.py in 3.67.1). So each profile has a dvc.yaml of its own, all of them
+links to one file, and the one to run is reached through a path: the last stage of the root's dvc.yaml depends on
+runs/${profile}/.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any
 from pipeline.environments import on_device
 from pipeline.errors import UserInputError
 from pipeline.files import write_text
+from pipeline.runs import RUNS, link
 from pipeline.settings.compose import load_settings, profiles
 from pipeline.settings.schema import Settings
 
-GRAPH = Path("graph/params.yaml")
-Graph = dict[str, dict[str, dict[str, str]]]
-"""profiles, schemes and variants: name of a stage's instance -> what its template asks for."""
+STAGES = RUNS / "stages.yaml"
 
 
 def chosen_profile(root: Path | None = None) -> str:
@@ -41,82 +41,71 @@ def chosen_profile(root: Path | None = None) -> str:
 
 
 def use(profile: str, root: Path | None = None) -> Path:
-    """Point params.yaml at `profile` and write the graph's lists anew; returns params.yaml.
+    """Point params.yaml at `profile` and write every profile's stages anew; returns params.yaml.
 
-    A profile that can't be composed is left out of the graph and named, unless it is the one asked for.
+    A profile that can't be composed is named and keeps the stages that it had, unless it is the one asked for.
     """
-    import yaml
-
     root = root or Path.cwd()
-    whole = graph_of(load_settings([f"profile={profile}"], root))
+    _write_stages(load_settings([f"profile={profile}"], root), root)
     for other in profiles(root):
         if other == profile:
             continue
         try:
-            _join(whole, graph_of(load_settings([f"profile={other}"], root)))
+            _write_stages(load_settings([f"profile={other}"], root), root)
         except UserInputError as error:
-            print(f"the profile {other} is left out of the graph: {error}", file=sys.stderr)
-    ordered = {part: dict(sorted(entries.items(), key=_by_profile)) for part, entries in whole.items()}
-    write_text(
-        root / GRAPH,
-        "# What the stages of graph/dvc.yaml loop over, for every profile. Written by `quantgate use PROFILE` from conf/; the\n"
-        "# stages check that the two agree.\n" + yaml.safe_dump(ordered, sort_keys=False),
-    )
+            print(f"the stages of the profile {other} stay as they were: {error}", file=sys.stderr)
     return write_text(
         root / "params.yaml",
         f"# The profile that `dvc repro` runs, from conf/profile/; also `dvc exp run -S profile=NAME`.\nprofile: {profile}\n",
     )
 
 
+def _write_stages(settings: Settings, root: Path) -> None:
+    import yaml
+
+    folder = root / RUNS / settings.profile
+    folder.mkdir(parents=True, exist_ok=True)
+    link(folder / "dvc.yaml", root / STAGES)
+    write_text(
+        folder / "params.yaml",
+        "# What the stages of this profile loop over. Written by `quantgate use PROFILE` from conf/; they check that it is so.\n"
+        + yaml.safe_dump(stage_parameters(settings), sort_keys=False),
+    )
+
+
 def check_graph(settings: Settings, root: Path | None = None) -> None:
-    """`UserInputError` where graph/params.yaml isn't what conf/ says of this profile: stages would miss, or be stale."""
-    found = _read((root or Path.cwd()) / GRAPH, f"`quantgate use {settings.profile}` writes it")
-    for part, entries in graph_of(settings).items():
-        listed = {
-            key: entry
-            for key, entry in (found.get(part) or {}).items()
-            if entry.get("profile", key) == settings.profile
-        }
-        if listed != entries:
-            wrong = next(key for key in {**entries, **listed} if listed.get(key) != entries.get(key))
-            raise UserInputError(
-                f"{GRAPH}: {part}.{wrong} isn't what conf/ says of the profile {settings.profile}; "
-                f"run `quantgate use {settings.profile}`"
-            )
+    """`UserInputError` where a profile's params.yaml isn't what conf/ says: stages would miss, or be stale."""
+    path = RUNS / settings.profile / "params.yaml"
+    fix = f"run `quantgate use {settings.profile}`"
+    found, wanted = _read((root or Path.cwd()) / path, fix), stage_parameters(settings)
+    if found != wanted:
+        wrong = next(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
+        raise UserInputError(
+            f"{path}: {wrong} isn't what conf/ says of the profile {settings.profile}; {fix}"
+        )
 
 
-def graph_of(settings: Settings) -> Graph:
-    """One profile's part of the graph's lists. Instances of a stage are named PROFILE.ITEM."""
-    profile, choices = settings.profile, settings.choices
-    evalset = f"conf/evalset/{choices['evalset']}.yaml"
-    policy = f"conf/policy/{choices['policy']}.yaml"
-    texts = settings.calibration
+def stage_parameters(settings: Settings) -> dict[str, Any]:
+    """What runs/stages.yaml asks for: the chosen groups, the files that stages read, and the lists that they loop over."""
+    choices = settings.choices
+    evalset, policy = f"conf/evalset/{choices['evalset']}.yaml", f"conf/policy/{choices['policy']}.yaml"
     return {
-        "profiles": {profile: dict(choices)},
+        "profile": settings.profile,
+        **choices,
+        "evalset_folder": settings.evalset.folder or evalset,
+        # A sequential run stops by the policy's margin.
+        "stops_by": policy if settings.evalset.looks > 1 else evalset,
+        "calibration_file": settings.calibration.file,
+        "heldout_file": settings.calibration.heldout_file,
         "schemes": {
-            f"{profile}.{scheme}": {
-                "profile": profile,
-                "scheme": scheme,
+            scheme: {
                 "quantizer": recipe.name,
                 "lock": f"pipeline/environments/locks/{on_device(recipe.backend, settings.device.kind)}.txt",
-                "calibration": choices["calibration"],
-                "calibration_file": texts.file,
-                "heldout_file": texts.heldout_file,
             }
             for scheme, recipe in settings.quantizers.items()
         },
         "variants": {
-            f"{profile}.{name}": {
-                "profile": profile,
-                "variant": name,
-                "weights": variant.weights,
-                **{group: choices[group] for group in ("server", "load", "slo", "evalset")},
-                "quality_after": _quality_after(settings, name),
-                "evalset_folder": settings.evalset.folder or evalset,
-                "calibration_file": texts.file,
-                # A sequential run stops by the policy's margin.
-                "stops_by": policy if settings.evalset.looks > 1 else evalset,
-            }
+            name: {"weights": variant.weights, "quality_after": _quality_after(settings, name)}
             for name, variant in settings.variants.items()
         },
     }
@@ -124,23 +113,11 @@ def graph_of(settings: Settings) -> Graph:
 
 def _quality_after(settings: Settings, name: str) -> str:
     """What a variant's quality stage reads of the reference's. The reference itself comes after the model it serves."""
-    runs = f"runs/{settings.profile}"
+    runs = RUNS / settings.profile
     if name == settings.reference:
         return f"{runs}/prepare.json"
     kind = "json" if settings.evalset.looks > 1 else "logprobs.parquet"
     return f"{runs}/quality/{settings.reference}.{kind}"
-
-
-def _join(whole: Graph, more: Graph) -> None:
-    for part, entries in more.items():
-        for key in entries:
-            if key in whole[part]:
-                raise UserInputError(f"{part}.{key} would be two stages of one name; rename the profile")
-        whole[part] |= entries
-
-
-def _by_profile(entry: tuple[str, dict[str, str]]) -> str:
-    return entry[1].get("profile", entry[0])
 
 
 def _read(path: Path, fix: str) -> dict[str, Any]:

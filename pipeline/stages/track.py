@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from pipeline.files import write_json
+from pipeline.runs import RUNS
 from pipeline.settings import Settings
 from pipeline.stages.context import RESULTS, bundle, stage_main
 from pipeline.tracking import TRACKING_URI, lock_fingerprint, result_artifacts, track
@@ -16,7 +17,7 @@ def run(settings: Settings, _: str) -> None:
         found,
         tracking_uri=TRACKING_URI,
         experiment=f"quantgate {settings.profile}",
-        fingerprint=lock_fingerprint(settings.profile),
+        fingerprint=lock_fingerprint(RUNS / settings.profile / "dvc.lock"),
         artifacts=result_artifacts(RESULTS, found),
     )
     write_json(RESULTS / "tracking.json", summary.as_json())

@@ -9,10 +9,10 @@ from pathlib import Path
 from pipeline.errors import UserInputError
 
 
-def lock_fingerprint(profile: str, path: str | Path = "graph/dvc.lock") -> str:
-    """Hex SHA-256 of what graph/dvc.lock says of one profile's stages, which are told by where their outputs are.
+def lock_fingerprint(path: str | Path) -> str:
+    """Hex SHA-256 of what a profile's dvc.lock says of its stages. The stage that tracks isn't among them.
 
-    The stage that tracks isn't in the file. Raises `UserInputError` when the file is missing or isn't a lock.
+    Raises `UserInputError` when the file is missing or isn't a lock.
     """
     import yaml
 
@@ -25,12 +25,4 @@ def lock_fingerprint(profile: str, path: str | Path = "graph/dvc.lock") -> str:
         raise UserInputError(f"{target}: not valid YAML") from None
     if not isinstance(content, dict) or not isinstance(content.get("stages"), dict):
         raise UserInputError(f"{target}: no key `stages`; it isn't a DVC lock file")
-    own = f"runs/{profile}/"
-    stages = {
-        name: entry
-        for name, entry in content["stages"].items()
-        if any(str(out.get("path", "")).startswith(own) for out in entry.get("outs", []))
-    }
-    if not stages:
-        raise UserInputError(f"{target}: no stage of the profile {profile} in it; `dvc repro` runs them")
-    return hashlib.sha256(json.dumps(stages, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content["stages"], sort_keys=True).encode()).hexdigest()

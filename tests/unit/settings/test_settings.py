@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def clone(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     shutil.copy(ROOT / "params.yaml", tmp_path)
-    shutil.copytree(ROOT / "graph", tmp_path / "graph", ignore=shutil.ignore_patterns("dvc.lock"))
+    for profile in profiles(ROOT):
+        (tmp_path / "runs" / profile).mkdir(parents=True)
+        shutil.copy(ROOT / f"runs/{profile}/params.yaml", tmp_path / "runs" / profile)
     return tmp_path
 
 
@@ -95,13 +99,15 @@ def test_variant_file_that_is_not_yaml(clone: Path) -> None:
         load_settings(["profile=demo"], clone)
 
 
-def test_the_graph_is_what_the_profiles_say(clone: Path) -> None:
+def test_the_stages_are_what_the_profiles_say(clone: Path) -> None:
     use("demo", clone)
-    for name in ("params.yaml", "graph/params.yaml"):
+    for name in ("params.yaml", *(f"runs/{profile}/params.yaml" for profile in profiles(ROOT))):
         assert (clone / name).read_text() == (ROOT / name).read_text()
     assert chosen_profile(clone) == "demo"
     for profile in profiles(ROOT):
         check_graph(load_settings([f"profile={profile}"], clone), clone)
+        for root in (clone, ROOT):
+            assert os.readlink(root / f"runs/{profile}/dvc.yaml") == "../stages.yaml"
 
 
 @pytest.mark.parametrize(
@@ -166,40 +172,41 @@ def test_an_eval_set_that_cant_be_is_refused(changes: dict[str, object], said: s
 
 
 def test_every_variants_quality_comes_after_the_references(clone: Path) -> None:
-    """DVC is told through the graph; a sequential run also stops by the policy, so it depends on it."""
-    found = _variants(clone, "demo")
-    after = {name: entry["quality_after"] for name, entry in found.items()}
-    assert after.pop("demo.bf16") == "runs/demo/prepare.json"
+    """DVC is told through params.yaml; a sequential run also stops by the policy, so it depends on it."""
+    found = _stages(clone, "demo")
+    after = {name: entry["quality_after"] for name, entry in found["variants"].items()}
+    assert after.pop("bf16") == "runs/demo/prepare.json"
     assert set(after.values()) == {"runs/demo/quality/bf16.logprobs.parquet"}
-    awq = found["demo.awq"]
-    assert (awq["evalset_folder"], awq["stops_by"]) == (
+    assert (found["evalset_folder"], found["stops_by"]) == (
         "evalsets/team-demo",
         "conf/evalset/team-demo.yaml",
     )
     profile = clone / "conf/profile/demo.yaml"
     profile.write_text(profile.read_text().replace("/evalset: team-demo", "/evalset: team-demo-all"))
     use("demo", clone)
-    awq = _variants(clone, "demo")["demo.awq"]
-    assert awq["quality_after"] == "runs/demo/quality/bf16.json"
-    assert awq["stops_by"] == "conf/policy/demo.yaml"
+    found = _stages(clone, "demo")
+    assert found["variants"]["awq"]["quality_after"] == "runs/demo/quality/bf16.json"
+    assert found["stops_by"] == "conf/policy/demo.yaml"
 
 
-def _variants(clone: Path, profile: str) -> dict[str, dict[str, str]]:
-    listed = yaml.safe_load((clone / "graph/params.yaml").read_text())["variants"]
-    return {key: entry for key, entry in listed.items() if entry["profile"] == profile}
+def _stages(clone: Path, profile: str) -> dict[str, Any]:
+    listed: dict[str, Any] = yaml.safe_load((clone / f"runs/{profile}/params.yaml").read_text())
+    return listed
 
 
-@pytest.mark.parametrize("change", ["gone", "more", "other"])
-def test_a_graph_that_drifted_is_refused(clone: Path, change: str) -> None:
-    """A variant that the graph lacks, one that it has too many, and one with another eval set."""
-    path = clone / "graph/params.yaml"
-    graph = yaml.safe_load(path.read_text())
+@pytest.mark.parametrize("change", ["gone", "more", "other", "missing"])
+def test_stages_that_drifted_are_refused(clone: Path, change: str) -> None:
+    """A variant that the list lacks, one that it has too many, another eval set, and no list at all."""
+    path, listed = clone / "runs/demo/params.yaml", _stages(clone, "demo")
     if change == "gone":
-        del graph["variants"]["demo.awq"]
+        del listed["variants"]["awq"]
+    elif change == "more":
+        listed["variants"]["more"] = listed["variants"]["awq"]
     else:
-        entry = graph["variants"]["demo.awq"] | {"evalset": "ceval"}
-        graph["variants"]["demo.more" if change == "more" else "demo.awq"] = entry
-    path.write_text(yaml.safe_dump(graph))
+        listed["evalset"] = "ceval"
+    path.write_text(yaml.safe_dump(listed))
+    if change == "missing":
+        path.unlink()
     with pytest.raises(UserInputError, match="quantgate use demo"):
         check_graph(load_settings(["profile=demo"], clone), clone)
     check_graph(load_settings(["profile=rtx4090"], clone), clone)
@@ -224,27 +231,16 @@ def test_parameters_that_name_no_profile_are_refused(clone: Path, text: str | No
         chosen_profile(clone)
 
 
-def test_a_broken_profile_is_left_out_of_the_graph(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_profile_keeps_the_stages_it_had(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = (clone / "conf/profile/demo.yaml").read_text()
     (clone / "conf/profile/mine.yaml").write_text(good.replace("profile: demo", "profile: mine"))
     use("mine", clone)
-    assert chosen_profile(clone) == "mine" and "mine.awq" in _variants(clone, "mine")
+    assert chosen_profile(clone) == "mine"
+    before = _stages(clone, "mine")
+    assert before["profile"] == "mine" and "awq" in before["variants"]
     (clone / "conf/profile/mine.yaml").write_text("# @package _global_\nprofile: mine\n")
     use("demo", clone)
-    assert "mine is left out" in capsys.readouterr().err
-    assert _variants(clone, "mine") == {} and _variants(clone, "demo")
+    assert "profile mine stay as they were" in capsys.readouterr().err
+    assert _stages(clone, "mine") == before and chosen_profile(clone) == "demo"
     with pytest.raises(UserInputError, match=r"conf/profile/mine\.yaml: variant_names must be a list"):
         use("mine", clone)
-
-
-def test_two_stages_of_one_name_are_refused(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Profile `a.b` with variant `c`, profile `a` with variant `b.c`: DVC would know both as a.b.c."""
-    good = (clone / "conf/profile/demo.yaml").read_text()
-    shutil.copy(clone / "conf/variant/awq.yaml", clone / "conf/variant/x.awq.yaml")
-    names = {"demo.x": "[bf16, bf16-again, awq]", "demo": "[bf16, bf16-again, x.awq]"}
-    for name, variants in names.items():
-        text = good.replace("profile: demo", f"profile: {name}")
-        text = text.replace("[bf16, bf16-again, bf16-fp8kv, awq, awq-fp8kv]", variants)
-        (clone / f"conf/profile/{name}.yaml").write_text(text)
-    use("demo", clone)
-    assert "variants.demo.x.awq would be two stages of one name" in capsys.readouterr().err
