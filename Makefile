@@ -3,10 +3,10 @@
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/orchestrator/bin
 .DEFAULT_GOAL := help
-.PHONY: help environments repro test lint unit contract e2e ui bench lock clean
+.PHONY: help environments repro test lint unit contract e2e gpu-test ui bench lock clean
 
 help: ## what there is
-	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 environments: ## build what the profile in params.yaml needs (a second when built)
 	@$(PYTHON3) -m pipeline.environments
@@ -25,11 +25,14 @@ unit: environments ## pure tests, under a minute
 	@$(BIN)/pytest tests/unit
 	@.venv/serve/bin/python -m pytest tests/serve_env
 
-contract: environments ## mock server, recorded logs, real argument parsers
-	@$(BIN)/pytest tests/contract
+contract: environments ## mock server, recorded logs, real argument parsers; lists what only a card can show
+	@$(BIN)/pytest tests/contract tests/gpu
 
 e2e: environments ## real engine, real quantizer
 	@$(BIN)/pytest tests/e2e
+
+gpu-test: environments ## what only a card can show; writes runs/gpu-test/ for `quantgate calibrate`
+	@$(BIN)/pytest tests/gpu
 
 ui: environments ## MLflow on 127.0.0.1:5000
 	@$(BIN)/quantgate ui

@@ -51,7 +51,7 @@ def main() -> int:
         "files",
         nargs="*",
         type=Path,
-        help="results/measure/*.json of this and earlier runs (default: this run's)",
+        help="results/measure/*.json of this and earlier runs, runs/gpu-test/*.json of `make gpu-test` (default: all of them)",
     )
     calibrate.add_argument("--profile", help="the profile they were measured with (default: params.yaml's)")
     doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
@@ -115,9 +115,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
     profile = arguments.profile or chosen_profile()
     settings = load_settings([f"profile={profile}"])
-    files = arguments.files or sorted(
-        path for path in Path("results/measure").glob("*.json") if not path.name.endswith(".engine.json")
-    )
+    files = arguments.files or [
+        *sorted(
+            path for path in Path("results/measure").glob("*.json") if not path.name.endswith(".engine.json")
+        ),
+        *sorted(Path("runs/gpu-test").glob("*.json")),
+    ]
     path, text = calibrate(settings, files)
     print(
         f"{text}\n{path} now holds them; `overheads={path.stem}` uses them, in a profile or with `quantgate plan`"

@@ -408,6 +408,20 @@ class Measurement(Record):
     wall_s: float
 
 
+class MemoryRun(Record):
+    """`runs/gpu-test/<variant>.json`: one start on a card with random weights of the real geometry, its memory term by term."""
+
+    kind: Literal["memory-run"] = "memory-run"
+    variant: str
+    profile: str
+    weights: str
+    weight_bytes: int | None = Field(description="of the checkpoint that the weights stand for, on one rank")
+    capacity: Capacity
+    reconciliation: list[BudgetTerm]
+    provenance: Provenance
+    startup_s: float
+
+
 # --- quality --------------------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,11 @@ from pipeline.compatibility.drivers import cuda_major, needed_driver
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.errors import EnvironmentUnfitError, QuantgateError
 from pipeline.gpu import NoDriver, Nvml, chosen, open_nvml
+from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
 from pipeline.planning.scenario import card_of
 from pipeline.results import Gpu, GpuProcess
 from pipeline.settings import Settings
 
-MEMORY_TOLERANCE_BYTES = GIB // 100
-"""Conf files give a card's memory in hundredths of a GiB."""
 HELD_TOLERANCE_BYTES = GIB // 4
 """A driver's own contexts and an idle text console come and go in this range; a desktop holds 1 to 2 GiB."""
 
@@ -99,7 +98,7 @@ def _memory(settings: Settings, gpu: Gpu) -> Check:
     found = f"{gpu.memory_visible_bytes / GIB:.2f} GiB visible, conf/device/{device.name}.yaml plans with {device.memory_gib}"
     away = gpu.memory_visible_bytes - device.memory_bytes
     fix = f"set device.memory_gib to {gpu.memory_visible_bytes / GIB:.2f}, in a conf/device/ file of its own"
-    if abs(away) <= MEMORY_TOLERANCE_BYTES:
+    if abs(away) <= CARD_TOLERANCE_BYTES:
         return ok("card memory", found)
     if away < 0:
         return unfit("card memory", f"{found}: the plan counts on memory that isn't there", fix)

@@ -9,11 +9,13 @@ from typing import Any
 
 from pipeline.capacity import GIB
 from pipeline.errors import UserInputError
-from pipeline.files import write_text
-from pipeline.results import Measurement, load
+from pipeline.files import read_json, write_text
+from pipeline.results import Measurement, MemoryRun, load
 from pipeline.settings import Settings
 from pipeline.settings.schema import OverheadSettings
 
+CARD_TOLERANCE_BYTES = GIB // 10
+"""Drivers differ in what they reserve of one card; less than the narrowest overhead band (conf/overheads/rtx4090.yaml)."""
 TERMS = ("buffers", "activation", "non_torch", "cuda_graphs")
 
 
@@ -24,7 +26,7 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
     term (an emulated budget never does), or where runs are of another profile or engine version.
     """
     version = settings.server.engine_version
-    runs = [load(path, Measurement) for path in files]
+    runs = [_read(path) for path in files]
     if not runs:
         raise UserInputError(
             "no measured run to calibrate from; `dvc repro` measures, or name results/measure/*.json files"
@@ -38,6 +40,12 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
             raise UserInputError(
                 f"{path}: measured with engine version {run.provenance.engine_version}, the profile's is {version}"
             )
+        for memory in run.provenance.gpu_memory or []:
+            if abs(memory.visible_bytes - settings.device.memory_bytes) > CARD_TOLERANCE_BYTES:
+                raise UserInputError(
+                    f"{path}: measured on {memory.name} with {memory.visible_bytes / GIB:.2f} GiB visible, "
+                    f"not on {settings.device.name} with {settings.device.memory_gib}"
+                )
     seen = {name: [value for run in runs if (value := _reported(run, name)) is not None] for name in TERMS}
     if not any(seen.values()):
         raise UserInputError(
@@ -61,7 +69,14 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
     return path, "\n".join(lines)
 
 
-def _reported(run: Measurement, name: str) -> float | None:
+def _read(path: Path) -> Measurement | MemoryRun:
+    """A measured variant, or a start with random weights; both name the memory terms of one engine."""
+    content = read_json(path)
+    started = isinstance(content, dict) and content.get("kind") == "memory-run"
+    return load(path, MemoryRun if started else Measurement)
+
+
+def _reported(run: Measurement | MemoryRun, name: str) -> float | None:
     """GiB that a run's log gives for a term; `buffers` is what loading added to the checkpoint's bytes."""
     for term in run.reconciliation:
         if name == "buffers" and term.name == "weights" and term.reported_bytes is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.capacity.reconcile import explain_mismatch, reconcile
+from collections.abc import Sequence
+
+from pipeline.capacity.reconcile import Residual, explain_mismatch, reconcile
 from pipeline.errors import EngineFailedError
 from pipeline.planning.scenario import card_of
 from pipeline.results import BudgetTerm, Capacity, PlanRow
@@ -26,7 +28,19 @@ def reconciled(
         wrong = explain_mismatch(planned.predicted_tokens, band, tokens, residuals)
         if wrong is not None:
             raise EngineFailedError(wrong)
-    terms = [
+    capacity = planned.model_copy(
+        update={
+            "reported_tokens": tokens,
+            "reported_sequences": sequences,
+            "reported_fitting_sequences": _fitting(planned, metrics.num_gpu_blocks, sequences),
+        }
+    )
+    return capacity, budget_terms(residuals)
+
+
+def budget_terms(residuals: Sequence[Residual]) -> list[BudgetTerm]:
+    """Planned and reported terms as a result file keeps them."""
+    return [
         BudgetTerm(
             name=found.name,
             predicted_bytes=found.predicted,
@@ -38,14 +52,6 @@ def reconciled(
         )
         for found in residuals
     ]
-    capacity = planned.model_copy(
-        update={
-            "reported_tokens": tokens,
-            "reported_sequences": sequences,
-            "reported_fitting_sequences": _fitting(planned, metrics.num_gpu_blocks, sequences),
-        }
-    )
-    return capacity, terms
 
 
 def _fitting(planned: Capacity, blocks: int | None, sequences: float) -> int | None:

@@ -1,0 +1,89 @@
+"""A start of the engine with random weights of a profile's real geometry, and the record that it leaves for `quantgate calibrate`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.capacity import Geometry
+from pipeline.capacity.reconcile import reconcile
+from pipeline.planning.reconciliation import budget_terms
+from pipeline.planning.record import record_of
+from pipeline.planning.scenario import card_of, row_of
+from pipeline.results import MemoryRun, PlanRow
+from pipeline.serving.command import ServeSpec
+from pipeline.serving.provenance import provenance
+from pipeline.serving.server import Server, serve
+from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
+from pipeline.settings import Settings
+from pipeline.stages.context import serve_spec
+from pipeline.stages.environment import describe_machine
+from tests.support.tiny_models import write_tokenizer
+
+MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+
+
+def write_checkpoints(settings: Settings, folder: Path) -> None:
+    """`artifacts/weights/<scheme>` below `folder` with config and tokenizer, as a stage leaves them, but without weights."""
+    config: dict[str, Any] = dict(settings.model.config or {})
+    # What conf leaves out because memory doesn't depend on it, and the engine asks for.
+    config |= {
+        "model_type": MODEL_TYPES[config["architectures"][0]], "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0, "hidden_act": "silu", "bos_token_id": 256, "eos_token_id": 256,
+    }  # fmt: skip
+    for scheme in ("bf16", *settings.quantizers):
+        target = folder / "artifacts" / "weights" / scheme
+        target.mkdir(parents=True)
+        write_tokenizer(target)
+        quantization = {}
+        if scheme in settings.quantizers:
+            recipe = settings.quantizers[scheme]
+            quantization["quantization_config"] = {
+                "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group_size,
+                "zero_point": recipe.zero_point, "version": "gemm",
+            }  # fmt: skip
+        (target / "config.json").write_text(json.dumps(config | quantization))
+
+
+def planned(settings: Settings, variant: str) -> PlanRow:
+    """The planner's record of a variant, with computed weights."""
+    geometry = Geometry.from_config(settings.model.config or {})
+    card, wanted = card_of(settings), settings.variants[variant]
+    return record_of(settings, wanted, row_of(settings, wanted, geometry, card), card)
+
+
+def dummy_spec(settings: Settings, variant: str, row: PlanRow) -> ServeSpec:
+    """How the stage `measure` would serve the variant, with random weights in place of the checkpoint's."""
+    spec = serve_spec(settings, settings.variants[variant], row)
+    return replace(spec, extra_args=(*spec.extra_args, "--load-format", "dummy"))
+
+
+@contextlib.contextmanager
+def dummy_server(
+    settings: Settings, variant: str, python: Path, log: Path
+) -> Iterator[tuple[Server, PlanRow]]:
+    """A ready server of a variant, beside its planned row. The working folder must hold `write_checkpoints`' folders."""
+    row = planned(settings, variant)
+    spec = dummy_spec(settings, variant, row)
+    with serve(spec, python, log, settings.server.startup_timeout_s) as server:
+        yield server, row
+
+
+def memory_run(settings: Settings, variant: str, row: PlanRow, server: Server) -> MemoryRun:
+    """What a start showed: capacity as reported, every memory term beside the planned one, and where it came from."""
+    log = parse_log(server.log_text())
+    tokens, sequences = reported_capacity(log, parse_metrics(server.metrics_text()))
+    return MemoryRun(
+        variant=variant,
+        profile=settings.profile,
+        weights=row.weights,
+        weight_bytes=row.weight_bytes,
+        capacity=row.capacity.model_copy(update={"reported_tokens": tokens, "reported_sequences": sequences}),
+        reconciliation=budget_terms(reconcile(card_of(settings), row.weight_bytes, log.memory_gib)),
+        provenance=provenance(server, log, describe_machine()),
+        startup_s=server.startup_s,
+    )
