@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.doctor.check import Check, ok
+from pipeline.doctor.check import Check, ok, warn
+from pipeline.doctor.model import why_no_hub
 from pipeline.errors import UserInputError
 from pipeline.quality.evalset import describe, sample_items
 from pipeline.quality.tasks import read_task, refuse_leaks
@@ -14,7 +15,7 @@ from pipeline.settings import Settings
 def check_evalset(settings: Settings) -> Check:
     """Whether the set can be read, holds as many items as are asked for, and keeps clear of the calibration text."""
     if settings.evalset.folder is None:
-        return ok("eval set", f"{settings.evalset.task} of lm-eval's own, read from a hub when it is scored")
+        return _from_hub("eval set", "", [settings.evalset.task])
     said = []
     for task in settings.evalset.own_tasks:
         files = read_task(Path(settings.evalset.folder), task.task)
@@ -30,6 +31,17 @@ def check_evalset(settings: Settings) -> Check:
     refuse_leaks(settings)
     told = f"{'; '.join(said)}, none of them in the calibration text"
     hub = [task.task for task in settings.evalset.further if task.from_hub]
-    return ok(
-        "eval set", f"{told}; {', '.join(hub)} of lm-eval's own, read from a hub when scored" if hub else told
+    return _from_hub("eval set", f"{told}; ", hub) if hub else ok("eval set", told)
+
+
+def _from_hub(name: str, told: str, tasks: list[str]) -> Check:
+    """lm-eval's own tasks, whose items are on a hub."""
+    found = f"{told}{', '.join(tasks)} of lm-eval's own, read from the hub when scored"
+    reason = why_no_hub()
+    if reason is None:
+        return ok(name, found)
+    return warn(
+        name,
+        f"{found}, and {reason}: scored only where their items are in the hub's cache",
+        "score them once where the hub is reachable and take its cache along (HF_HOME), or choose evalset=team-demo-all",
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub.constants
+import requests
 
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.files import cache_folder, read_json
@@ -75,15 +79,20 @@ def _hub(source: HubSource) -> Check:
             "model", f"{name} is in the hub's cache, whole: {facts.parameters / 1e9:.2f} billion parameters"
         )
     elsewhere = "download it where the hub is reachable and set the model's source to {kind: local, path: …}, or HF_ENDPOINT to a mirror"
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
-        return unfit("model", f"{name} isn't in the hub's cache, and HF_HUB_OFFLINE is set", elsewhere)
-    from huggingface_hub import HfApi
+    reason = why_no_hub()
+    if reason is None:
+        return ok("model", f"{name} isn't in the hub's cache yet; the hub is reachable")
+    return unfit("model", f"{name} isn't in the hub's cache, and {reason}", elsewhere)
 
+
+@functools.cache
+def why_no_hub() -> str | None:
+    """Why nothing can be had from the hub now; None when it answers."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        return "HF_HUB_OFFLINE is set"
+    endpoint = huggingface_hub.constants.ENDPOINT
     try:
-        HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT_S)
-    except Exception as error:  # every failure of the hub client means the same here: it can't be had
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return unfit(
-            "model", f"{name} isn't in the hub's cache and can't be had from the hub ({cause})", elsewhere
-        )
-    return ok("model", f"{name} isn't in the hub's cache yet; the hub has it")
+        requests.head(endpoint, timeout=TIMEOUT_S)
+    except requests.RequestException as error:
+        return f"{endpoint} doesn't answer ({type(error).__name__})"
+    return None

@@ -28,19 +28,20 @@ MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 
 
 def write_checkpoints(settings: Settings, folder: Path) -> None:
-    """`artifacts/weights/<scheme>` below `folder` with config and tokenizer, as a stage leaves them, but without weights."""
+    """`artifacts/weights/<scheme>` below `folder` with config and tokenizer, as AutoAWQ's stage leaves them, but without weights."""
     config: dict[str, Any] = dict(settings.model.config or {})
     # What conf leaves out because memory doesn't depend on it, and the engine asks for.
     config |= {
         "model_type": MODEL_TYPES[config["architectures"][0]], "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0, "hidden_act": "silu", "bos_token_id": 256, "eos_token_id": 256,
     }  # fmt: skip
-    for scheme in ("bf16", *settings.quantizers):
+    awq = [name for name, recipe in settings.quantizers.items() if recipe.backend == "autoawq"]
+    for scheme in ("bf16", *awq):
         target = folder / "artifacts" / "weights" / scheme
         target.mkdir(parents=True)
         write_tokenizer(target)
         quantization = {}
-        if scheme in settings.quantizers:
+        if scheme in awq:
             recipe = settings.quantizers[scheme]
             quantization["quantization_config"] = {
                 "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group_size,

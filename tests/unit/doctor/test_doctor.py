@@ -6,17 +6,19 @@ import functools
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from pipeline.doctor import examine, verdict
 from pipeline.doctor import machine as machine_module
 from pipeline.doctor.check import Check, guarded, ok, unfit, wrong
+from pipeline.doctor.evalset import check_evalset
 from pipeline.doctor.machine import check_disk, check_memory, check_other_engine, check_ports, check_processor
-from pipeline.doctor.model import check_source
+from pipeline.doctor.model import check_source, why_no_hub
 from pipeline.doctor.scenario import check_kernels, check_quantizers
 from pipeline.doctor.software import check_environment, locked
 from pipeline.environments import build
@@ -42,6 +44,13 @@ def machine(**changes: Any) -> Environment:
         "platform": "Linux", "python": "3.11", "packages": {}, "locks": {},
     }  # fmt: skip
     return Environment(**{**values, **changes})
+
+
+@pytest.fixture(autouse=True)
+def ask_the_hub_anew() -> Iterator[None]:
+    why_no_hub.cache_clear()
+    yield
+    why_no_hub.cache_clear()
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
@@ -292,6 +301,31 @@ def test_a_hub_that_is_switched_off_says_how_to_get_the_model(clone: Path) -> No
     assert (found.status, found.exit_code) == ("fail", 3)
     assert "HF_HUB_OFFLINE is set" in found.found
     assert "kind: local" in found.fix
+
+
+def test_a_hub_that_does_not_answer_is_said_once_for_model_and_tasks(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def head(url: str, timeout: float) -> None:
+        asked.append(url)
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(requests, "head", head)
+    monkeypatch.chdir(ROOT)
+    model, tasks = check_source(settings("rtx4090")), check_evalset(settings("rtx4090"))
+    assert (model.status, tasks.status) == ("fail", "warn")
+    assert "doesn't answer (ConnectionError)" in model.found and "doesn't answer" in tasks.found
+    assert "gsm8k_cot" in tasks.found and "evalset=team-demo-all" in tasks.fix
+    assert len(asked) == 1
+
+
+def test_a_hub_that_answers_is_enough_for_now(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(requests, "head", lambda url, timeout: None)
+    assert check_source(settings("rtx4090")).status == "ok"
 
 
 def test_a_model_in_the_hubs_cache_needs_no_hub(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from pipeline.planning.calibrate import calibrate
 from pipeline.planning.inputs import read_lengths, with_model_folder
 from pipeline.planning.plot import write_plot
 from pipeline.planning.scenario import card_of, rules_of
-from pipeline.results import BudgetTerm, Measurement, save
+from pipeline.results import BudgetTerm, GpuMemory, Measurement, MemoryRun, save
 from pipeline.settings import Settings, load_settings
 from pipeline.settings.compose import choices_of, profiles
 from tests.support import sample_results, tiny_models
@@ -258,6 +258,50 @@ def test_calibrate_fits_terms_and_counts_runs(rtx4090: Settings, tmp_path: Path)
     assert "activation: 0.70 GiB (0.60–0.80), 2 runs of ours" in text
     assert "2 runs of ours" in render_plan(plan_of(again))
     assert card_of(again).overhead_bytes < card_of(rtx4090).overhead_bytes + GIB
+
+
+def started(folder: Path, visible_gib: float, terms: dict[str, float]) -> Path:
+    """The record of a start with random weights on a card with so much visible memory."""
+    base = sample_results.measurement("awq")
+    card = GpuMemory(
+        uuid="GPU-1", name="NVIDIA GeForce RTX 4090", visible_bytes=int(visible_gib * GIB), held_before_bytes=0,
+        others_before=[], others_after=[], changed_bytes=0,
+    )  # fmt: skip
+    run = MemoryRun(
+        variant="awq",
+        profile="rtx4090",
+        weights="awq",
+        weight_bytes=int(5.0 * GIB),
+        capacity=base.capacity,
+        reconciliation=[
+            BudgetTerm(
+                name=key, predicted_bytes=0, low_bytes=0, high_bytes=0, reported_bytes=int(value * GIB)
+            )
+            for key, value in terms.items()
+        ],
+        provenance=base.provenance.model_copy(update={"gpu_memory": [card]}),
+        startup_s=60.0,
+    )
+    return save(folder / "started.json", run)
+
+
+def test_calibrate_takes_starts_with_random_weights_of_the_profiles_card_only(
+    rtx4090: Settings, tmp_path: Path
+) -> None:
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "conf", root / "conf")
+    files = [
+        started(tmp_path, 23.64, {"weights": 5.1, "activation": 0.5, "cuda_graphs": 0.4}),
+        measured(tmp_path, "a", "rtx4090", {"activation": 0.7}),
+    ]
+    _, text = calibrate(rtx4090, files, root)
+    assert "activation: 0.60 GiB (0.50–0.70), 2 runs of ours" in text
+    assert "cuda_graphs: 0.40 GiB (0.40–0.40), 1 runs of ours" in text
+    other = started(tmp_path, 139.7, {"activation": 0.5})
+    with pytest.raises(
+        UserInputError, match=r"started\.json: measured on .* 139\.70 GiB visible, not on rtx4090"
+    ):
+        calibrate(rtx4090, [other], root)
 
 
 def test_calibrate_refuses_what_says_nothing(rtx4090: Settings, demo: Settings, tmp_path: Path) -> None:
