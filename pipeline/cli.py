@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import UserInputError, run_main
-from pipeline.runs import point_at
+from pipeline.runs import RUNS, point_at
 from pipeline.settings import chosen_profile, load_settings, use
 from pipeline.settings.compose import choices_of, profiles
 
@@ -51,7 +51,7 @@ def main() -> int:
         "files",
         nargs="*",
         type=Path,
-        help="results/measure/*.json of this and earlier runs, runs/gpu-test/*.json of `make gpu-test` (default: all of them)",
+        help="measure/*.json of runs, and what `make gpu-test` wrote (default: all of the profile)",
     )
     calibrate.add_argument("--profile", help="the profile they were measured with (default: params.yaml's)")
     doctor = commands.add_parser("doctor", help="can this machine run a profile, and is the input in order?")
@@ -117,9 +117,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     settings = load_settings([f"profile={profile}"])
     files = arguments.files or [
         *sorted(
-            path for path in Path("results/measure").glob("*.json") if not path.name.endswith(".engine.json")
+            path
+            for path in (RUNS / profile / "measure").glob("*.json")
+            if not path.name.endswith(".engine.json")
         ),
-        *sorted(Path("runs/gpu-test").glob("*.json")),
+        *sorted((RUNS / "gpu-test" / profile).glob("*.json")),
     ]
     path, text = calibrate(settings, files)
     print(

@@ -409,7 +409,7 @@ class Measurement(Record):
 
 
 class MemoryRun(Record):
-    """`runs/gpu-test/<variant>.json`: one start on a card with random weights of the real geometry, its memory term by term."""
+    """`runs/gpu-test/<profile>/<variant>.json`: one start on a card with random weights of the real geometry, its memory term by term."""
 
     kind: Literal["memory-run"] = "memory-run"
     variant: str

@@ -29,7 +29,8 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
     runs = [_read(path) for path in files]
     if not runs:
         raise UserInputError(
-            "no measured run to calibrate from; `dvc repro` measures, or name results/measure/*.json files"
+            f"no measured run of {settings.profile} to calibrate from; `dvc repro` measures one, `make gpu-test` on a card starts "
+            "its engine with random weights; or name their JSON files"
         )
     for path, run in zip(files, runs, strict=True):
         if run.profile != settings.profile:

@@ -1,6 +1,6 @@
 """The engine on a real card: random weights of Qwen2.5-7B's geometry, CUDA graphs on, every memory term against the planner.
 
-Each start leaves its record in runs/gpu-test/, which `quantgate calibrate` reads.
+Each start leaves its record in runs/gpu-test/rtx4090/, which `quantgate calibrate` reads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from tests.support.environments import environment_python
 
 pytestmark = pytest.mark.gpu
 
+PROFILE = "rtx4090"
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = ROOT / "runs" / "gpu-test"
+RECORDS = ROOT / "runs" / "gpu-test" / PROFILE
 VARIANTS = ("bf16", "awq", "awq-fp8kv")
 ROUNDING_GIB = 0.005
 """Half of the last decimal that the log prints."""
@@ -52,10 +53,12 @@ class Start:
 @pytest.fixture(scope="session")
 def settings(gpu: Gpu) -> Settings:
     """The profile on the card that is there: with its own memory where it isn't the profile's."""
-    plain = load_settings(["profile=rtx4090"], ROOT)
+    plain = load_settings([f"profile={PROFILE}"], ROOT)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) <= CARD_TOLERANCE_BYTES:
         return plain
-    return load_settings(["profile=rtx4090", f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}"], ROOT)
+    return load_settings(
+        [f"profile={PROFILE}", f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}"], ROOT
+    )
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +135,7 @@ def test_the_pool_is_the_arithmetic_of_the_reported_terms(start: Start) -> None:
 
 def test_every_memory_term_lies_in_the_planned_band(start: Start, gpu: Gpu) -> None:
     """On the profile's own card weights, activations, memory outside PyTorch and CUDA graphs lie in the planner's bands."""
-    plain = load_settings(["profile=rtx4090"], ROOT)
+    plain = load_settings([f"profile={PROFILE}"], ROOT)
     assert all(term.reported_bytes is not None for term in start.run.reconciliation)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) > CARD_TOLERANCE_BYTES:
         return  # overheads are one card's; the record still says what this one's are
