@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.environments import on_device
 from pipeline.gpu import GpuSampler, open_nvml, summarise
 from pipeline.gpu.selection import engine_environment
 from pipeline.results import Gpu
@@ -36,7 +37,7 @@ while True:
 
 
 def on_the_card(gpu: Gpu, code: str) -> list[str]:
-    return [str(environment_python("serve")), "-c", code]
+    return [str(environment_python(on_device("serve", "cuda"))), "-c", code]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pipeline.capacity import GIB, Geometry, kv_layout
 from pipeline.capacity.layers import Attention
 from pipeline.compatibility import Engine, attention_backends
 from pipeline.doctor.cards import capability_of
+from pipeline.environments import on_device
 from pipeline.gpu import GpuSampler, summarise
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
 from pipeline.planning.scenario import rules_of
@@ -74,7 +75,10 @@ def start(request: pytest.FixtureRequest, settings: Settings, folder: Path) -> I
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         log = folder / f"{name}.log"
-        with dummy_server(settings, name, environment_python("serve"), log) as (server, row):
+        with dummy_server(settings, name, environment_python(on_device("serve", "cuda")), log) as (
+            server,
+            row,
+        ):
             with (
                 GpuSampler(server.gpus) as read_gpus,
                 MetricsSampler(server.base_url, 0.5, read_gpus) as sampler,
