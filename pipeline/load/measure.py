@@ -27,6 +27,7 @@ SAMPLE_WAIT_S = (
     60.0  # many times what a reading takes on a busy machine; its cell's counters are lost without it
 )
 IDLE_WAIT_S = 300.0  # a slow engine gives requests up only after the step that it's in
+FILL_SAMPLE_S = 0.1  # a fast engine holds the pool full for some tenths of a second
 MAX_PREFIX_HIT_RATE = 0.01
 STAGGER_S = 0.005
 
@@ -84,8 +85,9 @@ def run_load(
     failed, token counts don't agree, or prompts were answered from the prefix cache.
     """
     runner = _Runner(session, server, sampler, stall_timeout_s, plan, outcome, time.monotonic())
-    runner.warm_up()
-    runner.fill()
+    with sampler.often(FILL_SAMPLE_S):
+        runner.warm_up()  # ends with a sample, so that the fill test's first isn't half a second away
+        runner.fill()
     for repeat in range(1, plan.repeats + 1):
         for level in plan.levels:
             runner.level(level, repeat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from pipeline.errors import EngineFailedError
@@ -31,6 +32,8 @@ class Sampler(Protocol):
 
     @property
     def timeline(self) -> Sequence[TimelineRow]: ...
+
+    def often(self, interval_s: float) -> AbstractContextManager[None]: ...
 
 
 def never() -> bool:

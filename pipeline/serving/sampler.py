@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,7 +58,16 @@ class MetricsSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(timeout=15.0)
+        self._thread.join(timeout=60.0)  # a reading that was begun, and the last
+
+    @contextlib.contextmanager
+    def often(self, interval_s: float) -> Iterator[None]:
+        """Another interval meanwhile, from the next reading on."""
+        before, self.interval_s = self.interval_s, interval_s
+        try:
+            yield
+        finally:
+            self.interval_s = before
 
     def write(self, path: str | Path) -> Path:
         """One JSON object a line, atomically."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -66,13 +67,15 @@ def test_readings_go_on_no_faster_than_asked_and_the_clock_is_monotonic() -> Non
 
 
 def test_slow_readings_do_not_stretch_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of our own: readings of 0.3 s stay on the grid of 1 s, and one of 2.5 s moves it."""
-    clock, begun, takes_s = [100.0], [], [0.3, 0.3, 2.5, 0.3, 0.3]
+    """On a clock of our own: readings of 0.3 s stay on the grid of 1 s, one of 2.5 s moves it, and the grid may be finer."""
+    clock, begun, takes_s = [100.0], [], [0.3, 0.3, 2.5, 0.3, 0.3, 0.3]
     sampler = MetricsSampler("http://127.0.0.1:9", interval_s=1.0)
 
     def read(session: requests.Session) -> None:
         begun.append(clock[0])
         clock[0] += takes_s[len(begun) - 1]
+        if len(begun) == len(takes_s) - 2:
+            finer.enter_context(sampler.often(0.5))
         if len(begun) == len(takes_s) - 1:
             sampler._stop.set()
 
@@ -82,8 +85,10 @@ def test_slow_readings_do_not_stretch_the_interval(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(sampler, "_read", read)
     monkeypatch.setattr(sampler._stop, "wait", wait)
-    sampler._run()
-    assert begun == pytest.approx([100.0, 101.0, 102.0, 104.5, 105.5])
+    with contextlib.ExitStack() as finer:
+        sampler._run()
+    assert begun == pytest.approx([100.0, 101.0, 102.0, 104.5, 105.0, 105.5])
+    assert sampler.interval_s == 1.0
 
 
 def test_survives_a_dying_server_and_keeps_what_it_has() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ class FakeSampler:
         self._session = session
         self._rows: list[dict[str, Any]] = []
         self._hits = hits
+        self.often_during = 0
+
+    @contextlib.contextmanager
+    def often(self, interval_s: float) -> Iterator[None]:
+        self.often_during = len(self._session.cells)
+        yield
+        self.often_during = len(self._session.cells) - self.often_during
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
@@ -158,8 +166,11 @@ def test_repeats_are_taken_in_turn_with_other_prompts(plan: LoadPlan) -> None:
 def test_fill_test_ends_with_the_first_request_and_keeps_apart(plan: LoadPlan, model: Path) -> None:
     fill = plan_fill(capacity(), 4, 64, 2048)
     lengths = FixedWorkload(kind="fixed", input_tokens=fill.prompt_tokens, output_tokens=fill.output_tokens)
-    session = FakeSession(good)
-    outcome = run(replace(plan, fill=fill, fill_source=make_source(lengths, model, 0, 512)), session)
+    session, outcome = FakeSession(good), LoadOutcome()
+    sampler = FakeSampler(session)
+    filling = replace(plan, fill=fill, fill_source=make_source(lengths, model, 0, 512))
+    run_load(filling, session, FakeServer(), sampler, outcome)
+    assert sampler.often_during == 2  # cells: the warm-up and the fill test, and no level
     cell = session.cells[1]
     assert (cell.name, cell.concurrency, len(cell.requests)) == ("fill", 12, 12)
     assert {len(request.prompt) + request.output_tokens for request in cell.requests} == {512}
@@ -274,6 +285,9 @@ def test_without_samples_the_figures_that_need_them_are_none(
 
     class Silent:
         timeline: tuple[dict[str, Any], ...] = ()
+
+        def often(self, interval_s: float) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
 
     outcome = LoadOutcome()
     run_load(replace(plan, min_requests=7), FakeSession(good), FakeServer(), Silent(), outcome)
