@@ -230,6 +230,7 @@ class Provenance(Record):
         description="linear kernel of quantized weights, as logged; null for BF16"
     )
     kv_cache_dtype: str | None = Field(description="what the engine really took")
+    kv_skipped_layers: int = Field(default=0, description="layers that keep 16 bits beside a quantized cache")
     kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
     cpu_flags: list[str]

@@ -83,23 +83,35 @@ def token_bytes(mixer: Attention | LatentAttention, dtype: str, tensor_parallel:
     return TokenBytes(main, boundary)
 
 
-def kappa_bytes(geometry: Geometry, dtype: str, tensor_parallel: int = 1) -> int:
+NONE_SKIPPED: frozenset[int] = frozenset()
+
+
+def kappa_bytes(
+    geometry: Geometry, dtype: str, tensor_parallel: int = 1, skipped: frozenset[int] = NONE_SKIPPED
+) -> int:
     """KV bytes per token and rank over all layers, windows left out of account (a windowed layer stops growing).
 
     2 (K and V) * layers * KV heads per rank * head_dim * bytes per element for plain dtypes.
     """
     return sum(
-        layer_token_bytes(geometry, index, dtype, tensor_parallel)
+        layer_token_bytes(geometry, index, dtype, tensor_parallel, skipped)
         for index, layer in enumerate(geometry.layers)
         if isinstance(layer.mixer, Attention | LatentAttention)
     )
 
 
-def layer_token_bytes(geometry: Geometry, index: int, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes per token of layer `index`, which must be an attention layer."""
+def layer_token_bytes(
+    geometry: Geometry,
+    index: int,
+    dtype: str,
+    tensor_parallel: int = 1,
+    skipped: frozenset[int] = NONE_SKIPPED,
+) -> int:
+    """Bytes per token of layer `index`, which must be an attention layer; those `skipped` keep 16 bits
+    (--kv-cache-dtype-skip-layers, vLLM 0.32 layers/attention/attention.py)."""
     mixer = geometry.layers[index].mixer
     assert isinstance(mixer, Attention | LatentAttention)
-    found = token_bytes(mixer, dtype, tensor_parallel)
+    found = token_bytes(mixer, "bfloat16" if index in skipped else dtype, tensor_parallel)
     return found.boundary if is_boundary(geometry, index, dtype) else found.main
 
 

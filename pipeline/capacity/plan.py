@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.capacity.budget import GIB, Budget, Card
 from pipeline.capacity.geometry import Geometry
+from pipeline.capacity.kv import NONE_SKIPPED
 from pipeline.capacity.pool import EngineRules, KvPool, Layout, kv_layout
 from pipeline.errors import UserInputError
 
@@ -50,6 +51,7 @@ def plan_row(
     rules: EngineRules,
     max_model_len: int,
     tensor_parallel: int = 1,
+    skipped: frozenset[int] = NONE_SKIPPED,
 ) -> Row:
     """Capacity of one variant. `rank_weights`: bytes on a rank of each pipeline stage, so one entry on one card.
 
@@ -59,7 +61,7 @@ def plan_row(
         raise UserInputError(
             f"max_model_len {max_model_len} is above the model's own {geometry.max_position}"
         )
-    layout = kv_layout(geometry, kv_cache_dtype, rules, tensor_parallel, len(rank_weights))
+    layout = kv_layout(geometry, kv_cache_dtype, rules, tensor_parallel, len(rank_weights), skipped)
     budgets = [card.require_budget(size, f"the {weights} weights") for size in rank_weights]
 
     def pool(of: Callable[[Budget], int]) -> KvPool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeline.capacity.geometry import Geometry
-from pipeline.capacity.kv import TURBOQUANT_BITS, is_boundary, kappa_bytes, layer_token_bytes
+from pipeline.capacity.kv import NONE_SKIPPED, TURBOQUANT_BITS, is_boundary, kappa_bytes, layer_token_bytes
 from pipeline.capacity.layers import Attention, Recurrent
 from pipeline.errors import UserInputError
 
@@ -144,23 +144,27 @@ def kv_layout(
     rules: EngineRules | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    skipped: frozenset[int] = NONE_SKIPPED,
 ) -> Layout:
-    """Groups and block bytes of `geometry` with a `dtype` cache; `UserInputError` where the ranks don't divide the heads."""
+    """Groups and block bytes of `geometry` with a `dtype` cache; `UserInputError` where the ranks don't divide the heads.
+
+    `skipped`: layers whose cache stays at 16 bits.
+    """
     rules = rules or EngineRules()
     _check_ranks(geometry, tensor_parallel, pipeline_parallel)
-    rules, state_page = _aligned(geometry, dtype, rules, tensor_parallel)
+    rules, state_page = _aligned(geometry, dtype, rules, tensor_parallel, skipped)
     groups = _groups(geometry, rules)
     ranks = pipeline_ranks(len(geometry.layers), pipeline_parallel)
 
     def page(layer: int) -> int:
         if isinstance(geometry.layers[layer].mixer, Recurrent):
             return state_page
-        return rules.block_size * layer_token_bytes(geometry, layer, dtype, tensor_parallel)
+        return rules.block_size * layer_token_bytes(geometry, layer, dtype, tensor_parallel, skipped)
 
     block_bytes = tuple(
         max(sum(page(layer) for layer in group.layers if layer in rank) for group in groups) for rank in ranks
     )
-    return Layout(groups, block_bytes, kappa_bytes(geometry, dtype, tensor_parallel), rules)
+    return Layout(groups, block_bytes, kappa_bytes(geometry, dtype, tensor_parallel, skipped), rules)
 
 
 def pipeline_ranks(layers: int, ranks: int) -> list[range]:
@@ -199,12 +203,12 @@ def _check_ranks(geometry: Geometry, tensor_parallel: int, pipeline_parallel: in
 
 
 def _aligned(
-    geometry: Geometry, dtype: str, rules: EngineRules, tensor_parallel: int
+    geometry: Geometry, dtype: str, rules: EngineRules, tensor_parallel: int, skipped: frozenset[int]
 ) -> tuple[EngineRules, int]:
     """The block size that the engine ends up with, and the bytes of a recurrent layer's page (0 where there is none).
 
-    Pages must be equal: beside a large recurrent state the attention block grows until its page covers the state, and
-    TurboQuant's block grows until its page covers a 16-bit one (platforms/interface.py, _align_hybrid_block_size and
+    Pages must be equal: beside a large recurrent state the attention block grows until its page covers the state, and beside
+    layers that keep 16 bits (TurboQuant's outer ones, skipped ones) a smaller dtype's block until its page covers theirs (platforms/interface.py, _align_hybrid_block_size and
     _align_heterogeneous_kv_block_size).
     """
     states = [
@@ -222,10 +226,12 @@ def _aligned(
         per_token = layer_token_bytes(geometry, attention[0], dtype, tensor_parallel)
         block_size = max(rules.block_size, unit * math.ceil(max(states) / (unit * per_token)))
         return replace(rules, block_size=block_size), block_size * per_token
-    if dtype in TURBOQUANT_BITS and any(is_boundary(geometry, index, dtype) for index in attention):
+    if skipped or (dtype in TURBOQUANT_BITS and any(is_boundary(geometry, i, dtype) for i in attention)):
         if any(getattr(geometry.layers[index].mixer, "window", None) for index in attention):
-            raise UserInputError(f"kv_cache_dtype {dtype} on sliding-window layers isn't modelled")
-        sizes = [layer_token_bytes(geometry, index, dtype, tensor_parallel) for index in attention]
+            raise UserInputError(
+                f"kv_cache_dtype {dtype} beside 16-bit layers isn't modelled where layers slide a window"
+            )
+        sizes = [layer_token_bytes(geometry, index, dtype, tensor_parallel, skipped) for index in attention]
         needed = unit * math.ceil(max(sizes) * rules.kernel_block / (unit * min(sizes)))
         return replace(rules, block_size=max(rules.block_size, needed)), 0
     return rules, 0

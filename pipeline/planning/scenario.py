@@ -135,6 +135,7 @@ def row_of(
         rules_of(settings),
         server.max_model_len,
         server.tensor_parallel,
+        variant.skipped_layers,
     )
 
 

@@ -8,6 +8,7 @@ scales silently (issue 54623), and took an FP8 cache from such a checkpoint wher
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from pipeline.serving.signals import LogSignals
 
 SCALE_SUFFIXES = (".k_scale", ".v_scale")
 SAME = {"fp8_e4m3": "fp8"}  # the engine's two names of one format
+LAYER = re.compile(r"layers\.(\d+)\.")
 ENGINE_SUFFIX = ".attn"  # what vLLM's models append to the checkpoint's name of an attention module
 
 
@@ -34,17 +36,20 @@ def check_kv_cache(
     kv_scales: Literal["one", "checkpoint"] | None,
     log: LogSignals,
     log_path: Path,
+    skipped: frozenset[int] = frozenset(),
 ) -> None:
     """Raise `EngineFailedError` where the engine's KV cache isn't the one that the variant `name` means.
 
-    `folder`: the checkpoint; dtype and scales as in the variant's settings. What the log doesn't tell isn't judged here: the gate `kernel-provenance` makes it INCONCLUSIVE.
+    `folder`: the checkpoint; dtype, scales and skipped layers as in the variant's settings. What the log doesn't tell isn't judged here: the gate `kernel-provenance` makes it INCONCLUSIVE.
     """
-    problem = _problem(folder, kv_cache_dtype, kv_scales, log)
+    problem = _problem(folder, kv_cache_dtype, kv_scales, log, skipped)
     if problem is not None:
         raise EngineFailedError(f"{name}: {problem}; its log is {log_path}")
 
 
-def _problem(folder: Path, kv_cache_dtype: str, kv_scales: str | None, log: LogSignals) -> str | None:
+def _problem(
+    folder: Path, kv_cache_dtype: str, kv_scales: str | None, log: LogSignals, skipped: frozenset[int]
+) -> str | None:
     if log.kv_cache_dtype in (None, "auto"):  # can be either
         return None
     if SAME.get(log.kv_cache_dtype, log.kv_cache_dtype) != kv_cache_dtype:
@@ -62,7 +67,16 @@ def _problem(folder: Path, kv_cache_dtype: str, kv_scales: str | None, log: LogS
             "the variant means calibrated KV scales (kv_scales: checkpoint), but the engine runs at scale 1.0: those in "
             f"{folder} did not reach it"
         )
-    return _difference(checkpoint_scales(folder), log.kv_scales_by_layer, folder)
+    return _difference(
+        _without(skipped, checkpoint_scales(folder)), _without(skipped, log.kv_scales_by_layer), folder
+    )
+
+
+def _without(
+    skipped: frozenset[int], scales: dict[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """A layer that keeps 16 bits has no use for its scales; the engine puts 1.0 in their place."""
+    return {name: pair for name, pair in scales.items() if not skipped & set(map(int, LAYER.findall(name)))}
 
 
 def _difference(

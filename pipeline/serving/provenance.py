@@ -24,6 +24,7 @@ def provenance(
         attention_backend=log.attention_backend,
         weights_kernel=log.weights_kernel,
         kv_cache_dtype=log.kv_cache_dtype,
+        kv_skipped_layers=log.kv_skipped_layers,
         kv_scales=log.kv_scales,
         emulated=list(log.emulated),
         cpu_flags=environment.cpu_flags,

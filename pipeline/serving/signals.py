@@ -58,6 +58,8 @@ class LogSignals:
     kv_scales_apart: tuple[str, ...] = ()
     """Layers that would give one kernel other scales than another."""
     memory_gib: dict[str, float] = field(default_factory=dict)
+    kv_skipped_layers: int = 0
+    """Layers that keep 16 bits beside a quantized cache."""
 
 
 def parse_log(text: str) -> LogSignals:
@@ -65,7 +67,8 @@ def parse_log(text: str) -> LogSignals:
     tokens, concurrency = _last(POOL, text), _last(CONCURRENCY, text)
     probe = _probe(text)
     plugin = _after_mark(PLUGIN_MARK, text)
-    kv_dtype = _one(probe.get("kv_cache_dtype")) or _config(text, "kv_cache_dtype")
+    kv_dtype, skipped = _kv_dtype(probe.get("kv_cache_dtype"))
+    kv_dtype = kv_dtype or _config(text, "kv_cache_dtype")
     return LogSignals(
         version=_group(VERSION, text),
         kv_cache_tokens=None if tokens is None else int(tokens[0].replace(",", "")),
@@ -74,6 +77,7 @@ def parse_log(text: str) -> LogSignals:
         attention_backend=_one(probe.get("attention_backend")) or _group(ATTENTION, text),
         weights_kernel=_weights_kernel(probe, text),
         kv_cache_dtype=kv_dtype,
+        kv_skipped_layers=skipped,
         kv_scales=_kv_scales(kv_dtype, probe, text),
         plugin=plugin,
         emulated=_emulated(plugin, kv_dtype, probe),
@@ -130,6 +134,15 @@ def _probe(text: str) -> dict[str, Any]:
 def _one(counts: dict[str, int] | None) -> str | None:
     """The single name of a layer count, or all of them joined when layers differ."""
     return "+".join(sorted(counts)) if counts else None
+
+
+def _kv_dtype(counts: dict[str, int] | None) -> tuple[str | None, int]:
+    """The cache's dtype, and the layers that were left at 16 bits where the others have another."""
+    wide = {"bfloat16", "float16"} & set(counts or {})
+    if counts and len(counts) == 2 and len(wide) == 1:
+        (name,) = wide
+        return next(other for other in counts if other != name), counts[name]
+    return _one(counts), 0
 
 
 def _weights_kernel(probe: dict[str, Any], text: str) -> str | None:

@@ -193,6 +193,18 @@ class VariantSettings(Strict):
         flag = "--attention-backend"
         return words[words.index(flag) + 1] if flag in words[:-1] else None
 
+    @property
+    def skipped_layers(self) -> frozenset[int]:
+        """Layers whose KV cache the flags leave at 16 bits."""
+        words = [part for word in self.engine_args for part in word.split("=", 1)]
+        flag = "--kv-cache-dtype-skip-layers"
+        found: list[int] = []
+        for word in words[words.index(flag) + 1 :] if flag in words else ():
+            if not word.isdigit():
+                break
+            found.append(int(word))
+        return frozenset(found)
+
 
 class QuantizeRecipe(Strict):
     """How to quantize, and which result is still acceptable."""

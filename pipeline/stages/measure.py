@@ -63,7 +63,15 @@ def run(settings: Settings, name: str) -> None:
         serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server,
     ):
         said = parse_log(server.log_text())
-        check_kv_cache(name, spec.model_dir, variant.kv_cache_dtype, variant.kv_scales, said, server.log_path)
+        check_kv_cache(
+            name,
+            spec.model_dir,
+            variant.kv_cache_dtype,
+            variant.kv_scales,
+            said,
+            server.log_path,
+            variant.skipped_layers,
+        )
         capacity, terms = reconciled(settings, row, said, parse_metrics(server.metrics_text()))
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)

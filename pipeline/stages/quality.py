@@ -64,7 +64,15 @@ def run(settings: Settings, name: str) -> None:
     ) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
-        check_kv_cache(name, spec.model_dir, variant.kv_cache_dtype, variant.kv_scales, said, server.log_path)
+        check_kv_cache(
+            name,
+            spec.model_dir,
+            variant.kv_cache_dtype,
+            variant.kv_scales,
+            said,
+            server.log_path,
+            variant.skipped_layers,
+        )
         source = provenance(server, said, machine)
         cache = RequestCache(CACHE, _identity(name, checkpoint, source))
         finished = False

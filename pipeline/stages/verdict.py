@@ -32,6 +32,7 @@ def run(settings: Settings, _: str) -> None:
                 weights=variant.weights if settings.quantizes(variant) else "bf16",
                 kv_cache_dtype=variant.kv_cache_dtype,
                 kv_scales=None if variant.kv_scales is None else KV_SCALES[variant.kv_scales],
+                skipped_layers=len(variant.skipped_layers),
                 attention_backend=variant.attention_backend,
             )
             for name, variant in settings.variants.items()

@@ -164,6 +164,10 @@ def _mismatches(intent: VariantIntent, found: Provenance) -> list[str]:
         problems.append(
             f"the variant means {intent.weights} weights, but no quantized kernel is known to have run"
         )
+    if found.kv_skipped_layers != intent.skipped_layers:
+        problems.append(
+            f"the variant leaves the cache of {intent.skipped_layers} layers at 16 bits, the engine of {found.kv_skipped_layers}"
+        )
     pinned = intent.attention_backend
     if pinned and found.attention_backend != pinned:
         problems.append(

@@ -75,6 +75,7 @@ class VariantIntent(_Strict):
     kv_scales: Literal["checkpoint", "1.0"] | None = Field(
         default=None, description="FP8 scales the variant is about; null: whichever the checkpoint brings"
     )
+    skipped_layers: int = Field(default=0, description="layers whose cache the variant leaves at 16 bits")
     attention_backend: str | None = Field(
         default=None, description="pinned by the variant's flags; null: any"
     )

@@ -226,6 +226,32 @@ def test_turboquant_slots_and_outer_layers_are_the_engines(
     assert layout.block_bytes == (layout.block_size * per_token,)
 
 
+def test_skipped_layers_are_the_engines(engines: Callable[[str], Engine]) -> None:
+    """FP8 beside four layers at 16 bits: the engine's own alignment of the block, and its own sizing."""
+    skipped = frozenset({0, 1, 26, 27})
+    engine = engines("qwen2.5-7b").use("fp8")
+    cache = engine.config.cache_config
+    cache.cache_dtype, cache.kv_cache_dtype_skip_layers = "fp8", [str(layer) for layer in skipped]
+    try:
+        current_platform._align_heterogeneous_kv_block_size(engine.config, CPUAttentionBackend)
+        specs = engine.specs()
+        for layer in skipped:
+            wide = STR_DTYPE_TO_TORCH_DTYPE["bfloat16"]
+            specs[f"layers.{layer}"] = replace(
+                specs[f"layers.{layer}"], dtype=wide, kv_quant_mode=get_kv_quant_mode("auto")
+            )
+        for budget in BUDGETS:
+            found = get_kv_cache_configs(engine.config, [specs], [budget])
+            tokens, concurrency = get_kv_cache_capacity(engine.config, found[0])
+            rules = EngineRules(block_size=32, kernel_block=32, concurrent_batches=1)
+            layout = kv_layout(Geometry.from_config(CONFIGS["qwen2.5-7b"]), "fp8", rules, skipped=skipped)
+            assert layout.kappa_bytes == 4 * (24 * 256 + 4 * 512)
+            assert_equal(layout.pool(budget, LENGTH), (found[0].num_blocks, tokens, concurrency))
+    finally:
+        cache.kv_cache_dtype_skip_layers = []
+        engine.use("bfloat16")
+
+
 def test_default_limits_are_the_engines(engines: Callable[[str], Engine]) -> None:
     """On a CPU: one step at a time, 2,048 tokens in it. A change of default would shift every windowed model."""
     rules = engines("smollm2-135m").use("bfloat16").rules

@@ -215,9 +215,13 @@ def test_without_the_probe_everything_registered_counts_as_emulated() -> None:
     assert parse_log("quantgate-cpu-plugin: inactive (stock kernels)").emulated == ()
 
 
-def test_mixed_layers_are_joined_not_chosen() -> None:
-    text = probe().replace('"kv_cache_dtype": {"fp8": 30}', '"kv_cache_dtype": {"fp8": 28, "bfloat16": 2}')
-    assert parse_log(text).kv_cache_dtype == "bfloat16+fp8"
+def test_layers_left_at_16_bits_are_counted() -> None:
+    kinds = '"kv_cache_dtype": {"fp8": 30}'
+    log = parse_log(probe().replace(kinds, '"kv_cache_dtype": {"fp8": 28, "bfloat16": 2}'))
+    assert (log.kv_cache_dtype, log.kv_skipped_layers) == ("fp8", 2)
+    assert parse_log(probe()).kv_skipped_layers == 0
+    log = parse_log(probe().replace(kinds, '"kv_cache_dtype": {"fp8": 28, "nvfp4": 2}'))
+    assert (log.kv_cache_dtype, log.kv_skipped_layers) == ("fp8+nvfp4", 0)  # joined, not chosen
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_everything_the_log_says_arrives() -> None:
         "attention_backend": "CPU_ATTN",
         "weights_kernel": None,
         "kv_cache_dtype": "fp8",
+        "kv_skipped_layers": 0,
         "kv_scales": "1.0",
         "emulated": [],
         "cpu_flags": ["avx2"],

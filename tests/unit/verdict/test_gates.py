@@ -170,6 +170,7 @@ def test_kernel_provenance_go(intent: VariantIntent, found: dict[str, Any]) -> N
         (BF16, {"weights_kernel": "MarlinLinearKernel"}, "means unquantized weights"),
         (AWQ_FP8, {"weights_kernel": None}, "no quantized kernel"),
         (AWQ_FP8, {"kv_cache_dtype": "fp8_per_token_head"}, "the engine took fp8_per_token_head"),
+        (AWQ_FP8, {"kv_skipped_layers": 4}, "leaves the cache of 0 layers at 16 bits, the engine of 4"),
         (AWQ_FP8, {"weights_kernel": "awq_gemm"}, "means the kernel marlin"),
         (AWQ_FP8, {"kv_scales": "checkpoint"}, "means KV scales 1.0"),
         (AWQ_FP8, {"kv_scales": None}, "unknown ones"),
