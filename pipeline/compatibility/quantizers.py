@@ -66,7 +66,6 @@ QUANTIZERS = {
             {
                 "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
                 "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
-                "GraniteForCausalLM",
             }
         ),
         architectures_source="llmcompressor 0.14.0.1, modifiers/transform/awq/mappings.py: AWQ_MAPPING_REGISTRY",

@@ -99,6 +99,7 @@ def test_a_lost_card_gives_no_reading() -> None:
 def test_which_cards_an_engine_gets() -> None:
     gpus = read_gpus(RecordedNvml(rtx_4090(), rtx_4090(SECOND_UUID)))
     assert visible(gpus, {}) == gpus
+    assert chosen(gpus, 1, {}) == gpus[:1]
     assert visible(gpus, {"CUDA_VISIBLE_DEVICES": "1,0"}) == gpus[::-1]
     assert chosen(gpus, 1, {"CUDA_VISIBLE_DEVICES": "GPU-4090bbbb"}) == [gpus[1]]
     assert engine_environment([gpus[1]]) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
