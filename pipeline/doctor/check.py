@@ -61,7 +61,8 @@ def verdict(profile: str, checks: Sequence[Check]) -> QuantgateError | None:
     if not failed:
         return None
     unfit_ones = [check for check in failed if check.exit_code == EnvironmentUnfitError.exit_code]
-    first = (unfit_ones or failed)[0]
+    # Of several wrong inputs the one that says what to do: others often only stumble over it.
+    first = (unfit_ones or [check for check in failed if check.fix] or failed)[0]
     others = [check.name for check in failed if check is not first]
     text = f"the profile {profile} can't run here: {first.found}" + (f"; {first.fix}" if first.fix else "")
     if others:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import huggingface_hub.constants
 
-from pipeline.capacity import GIB, weight_bytes
+from pipeline.capacity import GIB, Geometry, weight_bytes
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.doctor.model import hub_folder
 from pipeline.environments.build import environment_folder, is_complete, needed_bytes
 from pipeline.environments.needed import environments_of
-from pipeline.errors import EnvironmentUnfitError
+from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder
 from pipeline.planning.scenario import geometry_of, scheme_of
 from pipeline.results import Environment, Gpu
@@ -122,9 +122,7 @@ def _takers(settings: Settings) -> Iterator[tuple[str, int, Path]]:
 def _checkpoints(settings: Settings, weights: Path) -> Iterator[tuple[str, int, Path]]:
     """Those that aren't there yet. One from a folder on the same disk is linked, not copied (models/prepare.py); DVC copies."""
     geometry, source = geometry_of(settings), settings.model.source
-    sizes = {
-        name: weight_bytes(geometry, scheme_of(settings, name)) for name in ("bf16", *settings.quantizers)
-    }
+    sizes = {name: _size(settings, geometry, name) for name in ("bf16", *settings.quantizers)}
     missing = {name: size for name, size in sizes.items() if not (weights / name).is_dir()}
     total = sum(missing.values())
     original = missing.get("bf16", 0)
@@ -137,6 +135,14 @@ def _checkpoints(settings: Settings, weights: Path) -> Iterator[tuple[str, int, 
         linked = original if _disk(Path(source.path).expanduser()) == _disk(weights) else 0
     yield "checkpoints", total - linked, weights
     yield "DVC's copies", total, _dvc_cache()
+
+
+def _size(settings: Settings, geometry: Geometry, scheme: str) -> int:
+    """Bytes of a checkpoint; of a scheme that can't be made, which the quantizer's check says, those of the original."""
+    try:
+        return weight_bytes(geometry, scheme_of(settings, scheme))
+    except UserInputError:
+        return weight_bytes(geometry, scheme_of(settings, "bf16"))
 
 
 def _disk(folder: Path) -> int:

@@ -109,6 +109,8 @@ def test_the_verdict_is_the_machines_before_the_inputs() -> None:
     error = verdict("p", [bad, unable])
     assert isinstance(error, EnvironmentUnfitError)
     assert str(error) == "the profile p can't run here: 0 GiB free; free some (failed too: eval set)"
+    stumbled = Check("plan", "fail", "can't be computed", "", 2)
+    assert str(verdict("p", [stumbled, bad])).startswith("the profile p can't run here: items is 3; say 2")
     broken = verdict("p", [Check("x", "fail", "broke", "", 1)])
     assert type(broken) is QuantgateError
 
@@ -347,6 +349,13 @@ def test_a_quantizer_that_cannot_is_refused_with_file_and_fix() -> None:
     assert (found.status, found.exit_code) == ("fail", 2)
     assert "conf/quantizer/autoawq-g128.yaml" in found.found
     assert found.fix == "use group_size 32 or 64"
+
+
+def test_one_wrong_group_size_is_the_quantizers_failure_and_not_the_disks(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [disk] = check_disk(settings("demo", "quantizer_names={awq: autoawq-g128}"))
+    assert "checkpoints 0.5" in disk.found  # as if it stayed in BF16: 2 x 0.25 GiB
 
 
 def kernels(profile: str, capability: tuple[int, int] | None, *overrides: str) -> dict[str, Check]:
