@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.capacity.geometry import Geometry
@@ -30,6 +30,9 @@ class QuantizerRow:
     clip_outputs_multiple: int | None
     """Of a module's outputs where the clipping search runs; None: the backend has none (the recipe's schema refuses it)."""
     clip_source: str
+    computes_in: Mapping[str, str]
+    """Kind of device -> dtype of the calibration: on a CPU 16 bits have no fast path, so both take twice the model's memory."""
+    dtype_source: str
 
 
 AUTOAWQ_MODEL_TYPES = {
@@ -57,6 +60,8 @@ QUANTIZERS = {
         outputs_source="autoawq 0.2.9, awq/modules/linear/gemm.py: WQLinear_GEMM packs 8 outputs into a word",
         clip_outputs_multiple=64,
         clip_source="autoawq 0.2.9, awq/quantize/quantizer.py: _compute_best_clip works on 64 outputs at a time",
+        computes_in={"cpu": "float32", "cuda": "float16"},
+        dtype_source="autoawq 0.2.9, awq/models/base.py: torch_dtype may not work with other values than float16",
     ),
     "llmcompressor": QuantizerRow(
         backend="llmcompressor",
@@ -74,6 +79,8 @@ QUANTIZERS = {
         outputs_source="compressed-tensors 0.19.0, pack-quantized: zero points packed 8 outputs to a word",
         clip_outputs_multiple=None,
         clip_source="llmcompressor 0.14.0.1, modifiers/transform/awq/base.py: scales only",
+        computes_in={"cpu": "float32", "cuda": "the checkpoint's dtype"},
+        dtype_source="llmcompressor 0.14.0.1, modifiers/transform/awq/base.py: computes in the dtype that was loaded",
     ),
 }  # fmt: skip
 

@@ -43,7 +43,12 @@ def check_quantizers(settings: Settings) -> Iterator[Check]:
             yield wrong(name, f"{where}: {_what(refusals)}", refusals[0].fix)
         else:
             size = f"groups of {recipe.group_size} fit every layer" if recipe.group_size else "KV scales only"
-            yield ok(name, f"{recipe.backend} {row.version if row else ''}, {size}")
+            made = (
+                f"{row.backend} {row.version} in {row.computes_in[settings.device.kind]}"
+                if row
+                else recipe.backend
+            )
+            yield ok(name, f"{made}, {size}")
 
 
 def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> Iterator[Check]:

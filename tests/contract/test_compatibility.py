@@ -12,6 +12,8 @@ from pipeline.compatibility.quantizers import AUTOAWQ_MODEL_TYPES, QUANTIZERS
 from pipeline.models.architectures import SUPPORTED
 from tests.support.environments import environment_python
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def packages(environment: str) -> Path:
     [folder] = (environment_python(environment).parents[1] / "lib").glob("python3.*/site-packages")
@@ -54,8 +56,18 @@ def test_autoawq_demands_what_the_table_says() -> None:
     text = (folder / "quantize" / "quantizer.py").read_text(encoding="utf-8")
     assert "org_w_shape[-1] % self.group_size == 0" in text
     assert "oc_batch_size = 256 if org_w_shape[0] % 256 == 0 else 64" in text
+    base = (folder / "models" / "base.py").read_text(encoding="utf-8")
+    assert "May not work with other values than float16" in base
     gemm = (folder / "modules" / "linear" / "gemm.py").read_text(encoding="utf-8")
     assert "out_features % (32 // self.w_bit) == 0" in gemm
+
+
+def test_the_backends_compute_in_what_the_table_says() -> None:
+    """Ours ask for it: the table is what doctor says, the modules are what is done."""
+    for name, on_cuda in (("autoawq", "torch.float16"), ("llmcompressor", '"auto"')):
+        text = (ROOT / "pipeline" / "quantize" / f"{name}.py").read_text(encoding="utf-8")
+        assert f"dtype={on_cuda} if on_cuda else torch.float32" in text
+        assert QUANTIZERS[name].computes_in["cpu"] == "float32"
 
 
 def test_llmcompressor_knows_what_the_table_says() -> None:

@@ -175,7 +175,13 @@ def test_every_row_names_file_and_version() -> None:
     for row in (*WEIGHT_KERNELS, *ATTENTION):
         assert row.source.startswith("vLLM 0.32, ") or row.emulated
     for quantizer in QUANTIZERS.values():
-        for source in (quantizer.architectures_source, quantizer.inputs_source, quantizer.outputs_source):
+        for source in (
+            quantizer.architectures_source,
+            quantizer.inputs_source,
+            quantizer.outputs_source,
+            quantizer.clip_source,
+            quantizer.dtype_source,
+        ):
             assert any(character.isdigit() for character in source) and ("/" in source or ":" in source)
 
 
