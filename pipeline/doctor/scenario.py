@@ -112,7 +112,7 @@ def _refusals(
     if recipe is not None and recipe.group_size is not None:
         form = QUANTIZERS[recipe.backend].scheme_format
         found += weight_refusals(geometry, engine, form, recipe.group_size)
-    pinned = _pinned(variant.engine_args)
+    pinned = pinned_backend(variant.engine_args)
     for head in _head_sizes(geometry):
         found += attention_refusals(variant.kv_cache_dtype, engine, head, pinned)
     return found
@@ -124,7 +124,7 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
     if recipe is not None and recipe.group_size is not None:
         row = weight_kernel(engine, QUANTIZERS[recipe.backend].scheme_format)
         parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
-    pinned = _pinned(variant.engine_args)
+    pinned = pinned_backend(variant.engine_args)
     for head in _head_sizes(geometry):
         backends = attention_backends(variant.kv_cache_dtype, engine, head)
         taken = next((row for row in backends if pinned in (None, row.backend)), None)
@@ -143,7 +143,7 @@ def _head_sizes(geometry: Geometry) -> list[int]:
     )
 
 
-def _pinned(arguments: tuple[str, ...]) -> str | None:
+def pinned_backend(arguments: tuple[str, ...]) -> str | None:
     """The attention backend that a variant's engine_args name."""
     for place, word in enumerate(arguments):
         if word == "--attention-backend" and place + 1 < len(arguments):
