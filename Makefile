@@ -16,14 +16,14 @@ repro: environments ## quantize, serve, measure, evaluate, decide; then say wher
 	@$(BIN)/dvc repro
 	@$(BIN)/quantgate show
 
-test: lint unit contract e2e ## everything, the end-to-end run on the real engine included
+test: environments ## everything, the end-to-end run on the real engine included; a suite that fails doesn't hide the next
+	@$(MAKE) --no-print-directory --keep-going lint unit contract e2e
 
 lint: environments
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 
 unit: environments ## pure tests, under a minute
-	@$(BIN)/pytest tests/unit
-	@.venv/serve/bin/python -m pytest tests/serve_env
+	@$(BIN)/pytest tests/unit; unit=$$?; .venv/serve/bin/python -m pytest tests/serve_env && exit $$unit
 
 contract: environments ## mock server, recorded logs, real argument parsers; lists what only a card can show
 	@$(BIN)/pytest tests/contract tests/gpu
