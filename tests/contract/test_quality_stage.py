@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.stream import read_stream
 from pipeline.results import EngineFacts, Quality, load, save
 from pipeline.settings import Settings, load_settings
-from pipeline.stages import quality
+from pipeline.stages import measure, quality
+from pipeline.stages.context import WEIGHTS
 from tests.support import sample_results
 from tests.support.mock_vllm import fake_python
 from tests.support.zoo_set import YAML
@@ -66,13 +69,21 @@ def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: Any) -> None
     monkeypatch.setattr(quality, "_require_same_engine", lambda name, found: None)
 
 
-def settings(**changes: str) -> Settings:
+def settings(profile: str = "demo", **changes: str) -> Settings:
     values = {
         "folder": "evalsets/zoo", "task": "zoo", "items": "null", "slice_items": "{}", "further": "[]",
         "divergence": "{prompts: 4, continuation_tokens: 3, top_k: 5}",
     } | changes  # fmt: skip
     overrides = [f"++evalset.{key}={value}" for key, value in values.items()]
-    return load_settings(["profile=demo", "policy.quality_margin=0.3", "~evalset.slice_items", *overrides])
+    return load_settings(
+        [
+            f"profile={profile}",
+            "evalset=team-demo",
+            "policy.quality_margin=0.3",
+            "~evalset.slice_items",
+            *overrides,
+        ]
+    )
 
 
 def test_all_score_the_references_stream_and_leave_one_file_each(workspace: Path) -> None:
@@ -146,3 +157,33 @@ def test_a_published_task_beside_the_teams_own_comes_from_the_hub() -> None:
     asked = [quality._asked(settings, task, ()) for task in (evalset, *evalset.further)]
     assert {run.task for run in asked if run.folder is None} == {"gsm8k_cot", "mmlu_pro", "ceval-valid"}
     assert {run.task for run in asked if run.folder} == {"team_demo", "team_demo_short"}
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        ("bf16-fp8kv", 0.5, "bf16-fp8kv: the variant means KV scales of 1.0 .* took the checkpoint's"),
+        ("awq-fp8kv-calibrated", 1.0, "awq-fp8kv-calibrated: .* runs at scale 1.0"),
+    ],
+)
+def test_kv_scales_that_the_variant_does_not_mean_stop_both_stages(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str, scale: float, message: str
+) -> None:
+    """Before anything is measured, with the exit code of an engine that failed."""
+    probe = {
+        "kv_cache_dtype": {"fp8": 1},
+        "kv_scale_min": scale,
+        "kv_scale_max": scale,
+        "kv_scales": {"model.layers.0.self_attn.attn": [scale, scale]},
+    }
+    python = fake_python(workspace, extra_log=f"INFO quantgate-provenance: {json.dumps(probe)}")
+    shutil.copytree(WEIGHTS / "awq", WEIGHTS / "awq-lc-kv")
+    save(f"results/plan/{name}.json", sample_results.plan().rows[-1].model_copy(update={"variant": name}))
+    full = settings(profile="demo-full", looks="1")
+    for stage in (measure, quality):
+        monkeypatch.setattr(stage, "interpreter", lambda _: python)
+    monkeypatch.setattr(measure, "make_driver", lambda *_: SimpleNamespace(session=nullcontext))
+    for stage in (measure, quality):
+        with pytest.raises(EngineFailedError, match=message) as caught:
+            stage.run(full, name)
+        assert caught.value.exit_code == 4
