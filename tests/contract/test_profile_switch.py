@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.environments.build import environment_folder
+from tests.support.tree import ROOT, copy_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = environment_folder("orchestrator") / "bin"
 ALL = {"environment", "prepare", "quantize awq", "plan", "verdict", "report", "track"} | {
     f"{stage} {variant}" for stage in ("measure", "quality") for variant in ("bf16", "awq")
@@ -25,13 +25,7 @@ class Clone:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.record = folder, folder.parent / "ran.txt"
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
-        ).stdout.decode()
-        for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file() and not name.startswith("tests/"):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        copy_tree(folder, without="tests")
         shutil.copy(ROOT / "tests/support/stage_recorder.py", folder / "pipeline/__main__.py")
         for name in ("one", "two"):
             self.add_profile(name)

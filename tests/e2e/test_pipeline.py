@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,8 @@ from pipeline.results import Measurement, PlanRow, Verdict, load
 from pipeline.settings import load_settings
 from pipeline.stages.measure import search_plans, slo_of
 from tests.support.patience import ENGINE_START_S, wait_until, wait_until_empty
+from tests.support.tree import copy_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["bf16", "awq-fp8kv"]
 LEVELS = [2, 12]
 HANGS_S = 5400.0  # so long no run takes on any machine that can finish the tests
@@ -38,19 +37,8 @@ OWN = "runs/reduced/dvc.yaml:"
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This tree as a clone would have it (what git tracks or would), pointed at a reduced profile."""
-    folder = tmp_path_factory.mktemp("clone") / "quantgate"
-    listed = subprocess.run(
-        # In a container the checkout may belong to another user than runs this.
-        ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    """This tree as a clone would have it, pointed at a reduced profile."""
+    folder = copy_tree(tmp_path_factory.mktemp("clone") / "quantgate")
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     conf = folder / "conf"
     reduced = yaml.safe_load((conf / "load/demo.yaml").read_text()) | {"levels": LEVELS, "min_requests": 7}
