@@ -643,6 +643,21 @@ class Throughput(Record):
     levels: list[dict[str, Any]] = Field(description="concurrency, output_tok_s, ttft_p50_ms, tpot_p50_ms …")
 
 
+class Rung(Record):
+    """One thing to try after a variant that loses quality."""
+
+    change: str
+    why: str
+    variant: str | None = Field(description="the profile's variant that does it; null: none does")
+    decision: Decision | None = Field(description="that variant's")
+    sequences: int | None = Field(description="that fit at max_model_len, by the planner")
+    max_model_len: int
+    enough: bool | None = Field(description="whether they are as many as the policy wants")
+    command: str | None = Field(
+        description="what tries it; null where a variant does it, or nothing here can"
+    )
+
+
 class VariantVerdict(Record):
     """One variant: the conjunction of its gates, and the evidence beside it."""
 
@@ -659,6 +674,9 @@ class VariantVerdict(Record):
     )
     throughput: Throughput | None
     provenance: Provenance | None
+    rescue: list[Rung] = Field(
+        default_factory=list, description="of a variant that is NO-GO on quality: what to try next, in order"
+    )
 
 
 class Verdict(Record):

@@ -12,6 +12,7 @@ from itertools import combinations
 
 from pipeline.capacity.budget import Card
 from pipeline.capacity.geometry import Geometry
+from pipeline.capacity.kv import NONE_SKIPPED
 from pipeline.capacity.pool import EngineRules, KvPool, kv_layout
 
 WEIGHTS_RISK = "a few points of quality on some tasks: measure on your own set"
@@ -30,6 +31,8 @@ class Setup:
     max_model_len: int
     utilization: float
     cards: int = 1
+    skipped: frozenset[int] = NONE_SKIPPED
+    """Layers whose KV cache keeps 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ class Planner:
         """The pool of a setup; an empty one where the weights leave nothing."""
         card = replace(self._card, utilization=setup.utilization)
         budget = card.budget(self._weights[setup.weights](setup.cards)).bytes
-        layout = kv_layout(self._geometry, setup.kv_cache_dtype, self._rules, setup.cards)
+        layout = kv_layout(
+            self._geometry, setup.kv_cache_dtype, self._rules, setup.cards, skipped=setup.skipped
+        )
         return layout.pool(max(0, budget), setup.max_model_len)
 
     def sequences(self, setup: Setup) -> int:
@@ -86,7 +91,10 @@ class Planner:
 
     def longest(self, setup: Setup, streams: int) -> int | None:
         """The largest length, up to the model's own and in whole blocks, at which `streams` sequences fit. None: not even one block."""
-        size = kv_layout(self._geometry, setup.kv_cache_dtype, self._rules, setup.cards).block_size
+        layout = kv_layout(
+            self._geometry, setup.kv_cache_dtype, self._rules, setup.cards, skipped=setup.skipped
+        )
+        size = layout.block_size
         top = self._geometry.max_position
         low, high = 0, -(-top // size)
         while low < high:

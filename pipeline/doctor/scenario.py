@@ -112,7 +112,7 @@ def _refusals(
     if recipe is not None and recipe.group_size is not None:
         form = QUANTIZERS[recipe.backend].scheme_format
         found += weight_refusals(geometry, engine, form, recipe.group_size)
-    pinned = pinned_backend(variant.engine_args)
+    pinned = variant.attention_backend
     for head in _head_sizes(geometry):
         found += attention_refusals(variant.kv_cache_dtype, engine, head, pinned)
     return found
@@ -124,7 +124,7 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
     if recipe is not None and recipe.group_size is not None:
         row = weight_kernel(engine, QUANTIZERS[recipe.backend].scheme_format)
         parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
-    pinned = pinned_backend(variant.engine_args)
+    pinned = variant.attention_backend
     for head in _head_sizes(geometry):
         backends = attention_backends(variant.kv_cache_dtype, engine, head)
         taken = next((row for row in backends if pinned in (None, row.backend)), None)
@@ -141,16 +141,6 @@ def _head_sizes(geometry: Geometry) -> list[int]:
     return list(
         dict.fromkeys(layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention))
     )
-
-
-def pinned_backend(arguments: tuple[str, ...]) -> str | None:
-    """The attention backend that a variant's engine_args name."""
-    for place, word in enumerate(arguments):
-        if word == "--attention-backend" and place + 1 < len(arguments):
-            return arguments[place + 1]
-        if word.startswith("--attention-backend="):
-            return word.split("=", 1)[1]
-    return None
 
 
 def _what(refusals: list[Refusal]) -> str:

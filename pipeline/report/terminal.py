@@ -55,6 +55,8 @@ def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
         lines += textwrap.wrap(
             f"{_plain(name):<{widths[0]}}  {_plain(why(result))}", WIDTH, subsequent_indent=indent
         )
+    for name, result in verdict.variants.items():
+        lines += _rescue_lines(name, result)
     if any(is_emulated(result) for result in verdict.variants.values()):
         lines += ["", "* speed of an emulated kernel"]
     if plan is not None and plan.device_emulated:
@@ -63,6 +65,30 @@ def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
     lines += ["", *textwrap.wrap(_plain(control_summary(verdict)), WIDTH)]
     title = f"{_plain(headline(verdict))} (profile {_plain(verdict.profile)}, reference {_plain(verdict.reference)})"
     return "\n".join([title, "", *lines]).replace("\u2212", "-").replace("\u00a0", " ") + "\n"
+
+
+def _rescue_lines(name: str, result: VariantVerdict) -> list[str]:
+    """What to try after a variant that lost quality, one rung after another."""
+    if not result.rescue:
+        return []
+    lines = ["", f"{_plain(name)} lost quality; next worth trying:"]
+    for place, rung in enumerate(result.rescue, 1):
+        fit = "" if rung.sequences is None else f", {rung.sequences} fit"
+        short = "" if rung.enough is None or rung.enough else " (too few)"
+        if rung.variant is not None:
+            here = f"{rung.variant}: {rung.decision}"
+        else:
+            here = rung.command or "not by quantgate"
+        text = f"{place}. {rung.change} at {rung.max_model_len}{fit}{short}: {here}"
+        lines += textwrap.wrap(
+            _plain(text),
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="     ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
 def _columned(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
+from pipeline.capacity import Geometry
+from pipeline.files import read_json
 from pipeline.load.records import read_records
+from pipeline.planning.rescue import ProfileOutlook, ways_of
 from pipeline.quality.stream import read_stream
 from pipeline.report import verdict_table
 from pipeline.results import Measurement, Plan, Quality, load, save
 from pipeline.settings import Settings
-from pipeline.stages.context import RESULTS, stage_main
+from pipeline.stages.context import RESULTS, environment, stage_main, weights_folder
 from pipeline.verdict.decide import build_verdict
+from pipeline.verdict.ladder import with_ladders
 from pipeline.verdict.latency import request_latencies
 from pipeline.verdict.policy import Policy, Slo, VariantIntent
 
@@ -47,8 +51,19 @@ def run(settings: Settings, _: str) -> None:
         device_emulated=settings.device.emulated,
         streams={name: read_stream(RESULTS / "quality" / f"{name}.logprobs.parquet") for name in names},
     )
+    plan = load(RESULTS / "plan.json", Plan)
+    verdict = verdict.model_copy(
+        update={"variants": with_ladders(verdict.variants, ways_of(settings), _outlook(settings, plan))}
+    )
     save(RESULTS / "verdict.json", verdict)
-    print(verdict_table(verdict, load(RESULTS / "plan.json", Plan)))
+    print(verdict_table(verdict, plan))
+
+
+def _outlook(settings: Settings, plan: Plan) -> ProfileOutlook:
+    """What the ladder asks; weights are counted where the plan counted them."""
+    counted = {row.weights: row.weight_bytes for row in plan.rows}
+    path = weights_folder("bf16") / "config.json"
+    return ProfileOutlook(settings, Geometry.from_config(read_json(path), str(path)), environment(), counted)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pipeline.capacity import GIB, Geometry, kv_layout
 from pipeline.capacity.layers import Attention
 from pipeline.compatibility import Engine, attention_backends
 from pipeline.doctor.cards import capability_of
-from pipeline.doctor.scenario import pinned_backend
 from pipeline.environments import on_device
 from pipeline.gpu import GpuSampler, summarise
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
@@ -112,7 +111,7 @@ def test_kernels_are_those_that_the_tables_name(start: Start, gpu: Gpu) -> None:
     engine = Engine(start.settings.server.engine_version, "cuda", capability_of([gpu]))
     head = _head(start.settings)
     promised = [backend.backend for backend in attention_backends(row.kv_cache_dtype, engine, head)]
-    pinned = pinned_backend(start.settings.variants[row.variant].engine_args)
+    pinned = start.settings.variants[row.variant].attention_backend
     assert found.attention_backend in ([pinned] if pinned else promised)
     assert (found.kv_cache_dtype or "").startswith(row.kv_cache_dtype)
     if row.weights == "bf16":

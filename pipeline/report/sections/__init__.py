@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pipeline.report.bundle import ResultBundle
-from pipeline.report.sections import capacity, load, provenance, quality, quantization, reference, verdict
+from pipeline.report.sections import (
+    capacity,
+    load,
+    provenance,
+    quality,
+    quantization,
+    reference,
+    rescue,
+    verdict,
+)
 from pipeline.report.sections.base import Section
 
 
 def build_sections(bundle: ResultBundle) -> list[Section]:
     """All sections in reading order: the decision first, then the evidence, then where it came from."""
-    return [
+    found = [
         verdict.section(bundle),
+        rescue.section(bundle),
         capacity.section(bundle),
         load.section(bundle),
         quality.section(bundle),
@@ -19,6 +29,7 @@ def build_sections(bundle: ResultBundle) -> list[Section]:
         provenance.section(bundle),
         reference.section(bundle),
     ]
+    return [section for section in found if section is not None]
 
 
 __all__ = ["Section", "build_sections"]

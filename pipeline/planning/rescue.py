@@ -1,0 +1,223 @@
+"""What the rescue ladder asks of a profile: the planner's numbers, what device and quantizers can, which file to edit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.capacity import Geometry, WeightScheme, rank_weight_bytes
+from pipeline.capacity.layers import Attention
+from pipeline.capacity.levers import Planner, Setup
+from pipeline.compatibility import (
+    QUANTIZERS,
+    Engine,
+    Request,
+    attention_refusals,
+    quantizer_refusals,
+    weight_refusals,
+)
+from pipeline.planning.scenario import METHODS, card_of, rules_of, scheme_of
+from pipeline.results import Environment
+from pipeline.settings import Settings, VariantSettings
+from pipeline.verdict.ladder import Way
+
+FP8_WEIGHTS_FROM = 89
+"""Compute capability with FP8 matrix units (vLLM 0.32 layers/quantization/fp8.py: get_min_capability says 75, by a slower kernel
+that widens the weights; from 89 on the multiplication is FP8's own)."""
+
+
+def ways_of(settings: Settings) -> dict[str, Way]:
+    """How every variant of the profile is served."""
+    return {name: way_of(settings, variant) for name, variant in settings.variants.items()}
+
+
+def way_of(settings: Settings, variant: VariantSettings) -> Way:
+    recipe = settings.quantizers.get(variant.weights)
+    quantized = recipe if recipe is not None and recipe.quantizes_weights else None
+    return Way(
+        weights=variant.weights,
+        bits=quantized.bits if quantized else 16,
+        kv=variant.kv_cache_dtype,
+        scales=variant.kv_scales,
+        skipped=variant.skipped_layers,
+        backend=quantized.backend if quantized else None,
+        group_size=quantized.group_size if quantized else None,
+        samples=quantized.samples if quantized else None,
+    )
+
+
+class ProfileOutlook:
+    """`Outlook` over a profile. `counted`: weights scheme -> bytes of the checkpoint at hand; others are computed."""
+
+    def __init__(
+        self, settings: Settings, geometry: Geometry, machine: Environment, counted: Mapping[str, int]
+    ) -> None:
+        self._settings, self._geometry, self._counted = settings, geometry, counted
+        self._card, self._rules = card_of(settings), rules_of(settings)
+        server, device = settings.server, settings.device
+        capability = min((int(gpu.compute_capability.replace(".", "")) for gpu in machine.gpus), default=None)
+        self._engine = Engine(
+            server.engine_version,
+            device.kind,
+            capability if device.kind == "cuda" else None,
+            machine.cpu_flags,
+            server.tensor_parallel,
+        )
+        self.required = settings.policy.required_sequences
+        self.max_model_len = server.max_model_len
+        self.layers = len(geometry.layers)
+        self.backends: Sequence[str] = tuple(QUANTIZERS)
+        self.fp8_weights = device.kind == "cuda" and (capability or 0) >= FP8_WEIGHTS_FROM
+
+    def sequences(self, way: Way, max_model_len: int) -> int | None:
+        if self._settings.server.pipeline_parallel > 1:
+            return None
+        return self._planner(way).sequences(self._setup(way, max_model_len))
+
+    def longest(self, way: Way) -> int | None:
+        if self._settings.server.pipeline_parallel > 1:
+            return None
+        return self._planner(way).longest(self._setup(way, self.max_model_len), self.required)
+
+    def refusal(self, way: Way) -> str | None:
+        found = []
+        for head in {
+            layer.mixer.head_dim for layer in self._geometry.layers if isinstance(layer.mixer, Attention)
+        }:
+            found += attention_refusals(way.kv, self._engine, head)
+        if way.skipped and self._engine.kind != "cuda":
+            return "layers are left at 16 bits where block sizes are aligned to them, which a CPU's platform doesn't do"
+        if way.scales == "checkpoint" and way.backend not in (None, "llmcompressor"):
+            return f"{way.backend} calibrates no KV scales"
+        maker = "llmcompressor" if way.scales == "checkpoint" else way.backend
+        if maker is not None:
+            clip = maker == "autoawq" and any(
+                recipe.clip_search for recipe in self._settings.quantizers.values()
+            )
+            size = way.group_size if way.bits < 16 else None
+            ranks = self._settings.server.tensor_parallel
+            found += quantizer_refusals(self._geometry, Request(maker, size, clip, ranks))
+            if size is not None:
+                form = QUANTIZERS[maker].scheme_format
+                found += weight_refusals(self._geometry, self._engine, form, size)
+        return str(found[0]) if found else None
+
+    def command(self, way: Way, failed: str, max_model_len: int) -> str | None:
+        settings = self._settings
+        now = way_of(settings, settings.variants[failed])
+        if max_model_len != self.max_model_len:
+            server, load = (f"conf/{group}/{settings.choices[group]}.yaml" for group in ("server", "load"))
+            return _run({server: {"max_model_len": str(max_model_len)}, load: self._cut(max_model_len)})
+        if way.skipped:
+            layers = ",".join(f'"{layer}"' for layer in sorted(way.skipped))
+            file = f"conf/variant/{self._unskipped(way) or failed}.yaml"
+            return _run({file: {"+engine_args": f"[--kv-cache-dtype-skip-layers,{layers}]"}})
+        if way.weights == now.weights:
+            scales = {"kv_scales": "null"} if now.scales else {}
+            return _run({f"conf/variant/{failed}.yaml": {"kv_cache_dtype": way.kv, **scales}})
+        recipe = settings.quantizers.get(settings.variants[failed].weights)
+        if recipe is not None and (way.bits, way.backend) == (now.bits, now.backend):
+            file = f"conf/quantizer/{recipe.name}.yaml"
+            if way.group_size != now.group_size:
+                return _run({file: {"group_size": str(way.group_size)}})
+            return _run({file: {"samples": str(way.samples)}})
+        return self._edit(way)
+
+    def _cut(self, max_model_len: int) -> dict[str, str]:
+        """Overrides of the load's file that keep its requests within a shorter length."""
+        workload = self._settings.load.workload
+        longest = workload.longest_tokens
+        if longest is None or longest <= max_model_len or workload.kind == "prompts":
+            return {}
+        key = "input_max_tokens" if workload.kind == "lognormal" else "input_tokens"
+        kept = longest - getattr(workload, key)
+        return {f"workload.{key}": str(max(1, max_model_len - kept))}
+
+    def _edit(self, way: Way) -> str:
+        """What to add to the profile; by name where conf/ has it."""
+        scheme, quantizer, variant = self._ready(way)
+        scheme = scheme or quantizer  # no variant of conf/ names one: the recipe's own name will do
+        if not way.weights and quantizer:
+            making = f"`{scheme}: {quantizer}` to quantizer_names"
+        elif way.scales == "checkpoint":
+            making = "a scheme by llmcompressor with calibrate_kv_scales to quantizer_names"
+        else:
+            making = f"a scheme by {way.backend} with groups of {way.group_size} to quantizer_names"
+        parts = [] if way.weights else [making]
+        scales = f" and kv_scales: {way.scales}" if way.scales else ""
+        of = f"weights: {way.weights or scheme or 'that scheme'}, kv_cache_dtype: {way.kv}{scales}"
+        parts.append(f"`{variant}` to variant_names" if variant else f"a variant with {of} to variant_names")
+        name = self._settings.profile
+        return f"add {' and '.join(parts)} in conf/profile/{name}.yaml; then `quantgate use {name}` and `dvc repro`"
+
+    def _ready(self, way: Way) -> tuple[str | None, str | None, str | None]:
+        """(scheme, quantizer, variant) of conf/ that make `way`, None for what isn't there."""
+        quantizer = next(
+            (
+                path.stem
+                for path, content in _options("quantizer")
+                if content.get("calibrate_kv_scales", False) is (way.scales == "checkpoint")
+                and content.get("backend") == (way.backend or "llmcompressor")
+                and (content.get("bits", 4), content.get("group_size")) == (way.bits, way.group_size)
+            ),
+            None,
+        )
+        taken = {"bf16", *self._settings.quantizers}
+        for path, content in _options("variant"):
+            same = (content.get("kv_cache_dtype"), content.get("kv_scales")) == (way.kv, way.scales)
+            makes = (
+                content.get("weights") == way.weights if way.weights else content.get("weights") not in taken
+            )
+            if same and makes and not content.get("engine_args") and (way.weights or quantizer):
+                return str(content["weights"]), quantizer, path.stem
+        return None, quantizer, None
+
+    def _unskipped(self, way: Way) -> str | None:
+        """The profile's variant that is `way` but for the skipped layers."""
+        for name, other in ways_of(self._settings).items():
+            if (other.kv, other.scales, other.bits) == (way.kv, way.scales, way.bits) and not other.skipped:
+                return name
+        return None
+
+    def _planner(self, way: Way) -> Planner:
+        return Planner(self._geometry, {"": lambda cards: self._bytes(way, cards)}, self._card, self._rules)
+
+    def _setup(self, way: Way, max_model_len: int) -> Setup:
+        settings = self._settings
+        utilization, cards = settings.device.memory_utilization, settings.server.tensor_parallel
+        return Setup("", way.kv, max_model_len, utilization, cards, way.skipped)
+
+    def _bytes(self, way: Way, cards: int) -> int:
+        if way.weights in self._counted and cards == 1:
+            return self._counted[way.weights]
+        if way.weights is not None:
+            return rank_weight_bytes(self._geometry, scheme_of(self._settings, way.weights), cards)[0]
+        scales = way.scales == "checkpoint"
+        if way.bits == 16:
+            scheme = WeightScheme("none", kv_scales=scales)
+        elif way.bits == 8:
+            scheme = WeightScheme("fp8", 8)
+        else:
+            maker = "llmcompressor" if scales else way.backend or "autoawq"
+            scheme = WeightScheme(METHODS[maker], way.bits, way.group_size, True, scales)
+        return rank_weight_bytes(self._geometry, scheme, cards)[0]
+
+
+def _run(values: Mapping[str, Mapping[str, str]]) -> str:
+    words = [f"-S '{file}:{key}={value}'" for file, keys in values.items() for key, value in keys.items()]
+    return f"dvc exp run {' '.join(words)}"
+
+
+def _options(group: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The files of a conf group as they stand; one that can't be read is left to whoever chooses it."""
+    import yaml
+
+    found = []
+    for path in sorted(Path("conf", group).glob("*.yaml")):
+        with contextlib.suppress(OSError, yaml.YAMLError):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                found.append((path, content))
+    return found
