@@ -1,7 +1,7 @@
 """Why an engine failed, in one sentence, read out of its log.
 
 A table of patterns in order of how much they explain: a specific cause that vLLM buries under "Engine core initialization
-failed. See root cause above" comes before the generic last error line. The texts are vLLM's (0.19 to 0.32), PyTorch's and the
+failed. See root cause above" comes before the generic last error line. The texts are vLLM's (0.19 to 0.33), PyTorch's, NCCL's and the
 operating system's.
 """
 
@@ -29,6 +29,22 @@ def _no_room(match: re.Match[str]) -> str:
     )
 
 
+def _no_backend(match: re.Match[str]) -> str:
+    backends: dict[str, list[str]] = {}
+    for name, why in BACKEND_REASON.findall(match.group(2)):
+        backends.setdefault(why, []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in backends.items())
+    return f"no attention backend of this card keeps a {match.group(1)} KV cache ({reasons})"
+
+
+def _pinned_backend(match: re.Match[str]) -> str:
+    reasons = ", ".join(part.strip("'\" ") for part in match.group(2).split("',"))
+    return f"the pinned attention backend {match.group(1)} can't serve this: {reasons}"
+
+
+OUT_OF_MEMORY = r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)"
+BACKEND_REASON = re.compile(r"(\w+): \[([^\]]+)\]")
+
 CAUSES: tuple[Cause, ...] = (
     _pattern(r"address already in use", "its port is already in use"),
     _pattern(
@@ -48,10 +64,30 @@ CAUSES: tuple[Cause, ...] = (
         r"Available memory on node \d+ \(([\d.]+)/([\d.]+) GiB\)[^\n]*?requested memory for kv \(([\d.]+)",
         r"the machine has \1 of \2 GiB of memory free and the KV cache asks for \3 GiB",
     ),
+    # What the card was doing is in the traceback, and decides what helps.
     _pattern(
-        r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)",
-        r"the card ran out of memory asking for \1 more",
+        r"CUDA out of memory occurred when warming up sampler with (\d+) dummy requests",
+        r"the card ran out of memory warming up the sampler for \1 requests: lower server.max_num_seqs or "
+        "device.memory_utilization",
     ),
+    _pattern(
+        rf"in capture_model\b[\s\S]*?{OUT_OF_MEMORY}",
+        r"the card ran out of memory capturing CUDA graphs, asking for \1 more: lower device.memory_utilization",
+    ),
+    _pattern(
+        rf"in profile_run\b[\s\S]*?{OUT_OF_MEMORY}",
+        r"the card ran out of memory in its largest step, asking for \1 more: lower server.max_num_batched_tokens",
+    ),
+    _pattern(
+        r"Failed to load model - not enough GPU memory",
+        "the card has no room for the weights: more cards (server.tensor_parallel) or smaller weights",
+    ),
+    _pattern(
+        r"Error in memory profiling\. Initial free memory ([\d.]+) GiB, current free memory ([\d.]+) GiB",
+        r"the card's free memory grew from \1 to \2 GiB while the engine measured its own: nothing else may use the card "
+        "during a start",
+    ),
+    _pattern(OUT_OF_MEMORY, r"the card ran out of memory asking for \1 more"),
     _pattern(r"CUDA out of memory|OutOfMemoryError", "the card ran out of memory"),
     _pattern(
         r"(?:std::bad_alloc|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|MemoryError)",
@@ -60,6 +96,56 @@ CAUSES: tuple[Cause, ...] = (
     _pattern(
         r"FP8 KV cache on CPU requires[^\n.]*",
         "this CPU can't hold an FP8 KV cache with the stock kernels (\\g<0>)",
+    ),
+    _pattern(
+        r"No valid attention backend found for [^\n]*?kv_cache_dtype='?(\w+)'?[^\n]*?Reasons: \{([^\n]*)\}",
+        _no_backend,
+    ),
+    _pattern(
+        r"Selected backend (?:AttentionBackendEnum\.)?(\w+) is not valid for this configuration\. Reason: \[([^\n]*)\]",
+        _pinned_backend,
+    ),
+    _pattern(
+        r"The NVIDIA driver on your system is too old \(found version (\d+)\)",
+        lambda match: (
+            f"the NVIDIA driver is too old for this engine: it runs CUDA {_cuda(match.group(1))} at most"
+        ),
+    ),
+    _pattern(
+        r"CUDA driver version is insufficient for CUDA runtime version",
+        "the NVIDIA driver is too old for this engine's CUDA",
+    ),
+    _pattern(
+        r"Driver/library version mismatch|unsupported display driver / cuda driver combination",
+        "the NVIDIA driver and its library are of different versions: reload the driver or restart the machine",
+    ),
+    _pattern(
+        r"Found no NVIDIA driver on your system|No CUDA GPUs are available|Failed to infer device type",
+        "the engine finds no card that it can use",
+    ),
+    _pattern(
+        r"no kernel image is available for execution on the device",
+        "this build of the engine has no kernels for the card's architecture",
+    ),
+    _pattern(
+        r"(?:NCCL error in: [^\n]*|NCCL error: )((?:unhandled|invalid|remote|internal)(?: \w+)*)",
+        r"NCCL, which joins the cards, failed: \1 (NCCL_DEBUG=INFO says more)",
+    ),
+    _pattern(
+        r"CUDA error: (an illegal memory access|unspecified launch failure|misaligned address)",
+        r"a kernel crashed on the card: \1",
+    ),
+    _pattern(r"Cannot find any model weights with `([^`]+)`", r"there are no weights in \1"),
+    _pattern(
+        r"No such file or directory: \"?'?([^\n\"']*\.safetensors)", r"the checkpoint's file \1 is missing"
+    ),
+    _pattern(
+        r"Error while deserializing header: ([^\n]+)",
+        r"a file of the weights is cut off or damaged (\1)",
+    ),
+    _pattern(
+        r"Following weights were not initialized from checkpoint: \{?'?([\w.]+)",
+        r"the checkpoint lacks weights that the model needs, \1 among them",
     ),
     _pattern(
         r"Model architectures? \[?'?([\w', ]+?)'?\]? (?:are|is) not supported",
@@ -132,6 +218,11 @@ def _error_line(log_text: str) -> str | None:
         if found is not None and not HARMLESS.search(line) and not any(word in line for word in CONSEQUENCES):
             return found[1].strip()
     return None
+
+
+def _cuda(code: str) -> str:
+    """CUDA's version from the driver's number for it: 12020 is 12.2."""
+    return f"{int(code) // 1000}.{int(code) % 1000 // 10}"
 
 
 def _signal_sentence(number: int) -> str:

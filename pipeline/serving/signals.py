@@ -1,7 +1,7 @@
 """What the engine says about itself, read from its log and its `/metrics` page.
 
 Both are read because either can be wrong: in vLLM 0.26 `vllm:cache_config_info` could disagree with the log (issue 50456).
-`reported_capacity` fails on a disagreement instead of choosing. Patterns cover vLLM 0.19 to 0.32.
+`reported_capacity` fails on a disagreement instead of choosing. Patterns cover vLLM 0.19 to 0.33.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ VERSION = re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)")
 CONFIG_VALUE = r"[(, ]{name}=([^,)\s]+)"
 ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend\b(?! for)")
 LINEAR = re.compile(r"Using (\w*Kernel) for ")
+# Where AWQ layers run on the slow kernels: 0.19 says awq_marlin.py, later versions auto_awq.py.
+AWQ_FALLBACK = re.compile(r"is not supported by (?:Auto)?AWQMarlin\. Falling back to unoptimized AWQ kernels")
+AWQ_FORCED = re.compile(r"you specified quantization=awq explicitly, so forcing awq")
+SLOW_AWQ = "AWQLinearMethod"
 # v1/worker/gpu_model_runner.py, v1/worker/gpu_worker.py and v1/worker/cpu_worker.py; all in GiB.
 MEMORY = {
     "model_loading_gib": re.compile(rf"Model loading took {NUMBER} GiB"),
@@ -37,6 +41,13 @@ MEMORY = {
     "non_torch_gib": re.compile(rf"{NUMBER} GiB for non-torch memory"),
     "cuda_graphs_gib": re.compile(rf"{NUMBER} GiB for CUDAGraph memory"),
 }
+# What the graphs were expected to take (v1/worker/gpu_worker.py; only the older model runner has the second line), and that
+# the expectation was taken off the KV cache: off by default in 0.19, on from 0.20.
+GRAPHS_ESTIMATED = (
+    re.compile(rf"CUDA graph pool memory: {NUMBER} GiB \(actual\), {NUMBER} GiB \(estimated\)"),
+    re.compile(rf"Estimated CUDA graph memory: {NUMBER} GiB total"),
+)
+GRAPHS_COUNTED = "CUDA graph memory profiling is enabled"
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,27 @@ def parse_log(text: str) -> LogSignals:
         emulated=_emulated(plugin, kv_dtype, probe),
         kv_scales_by_layer={name: (k, v) for name, (k, v) in probe.get("kv_scales", {}).items()},
         kv_scales_apart=tuple(probe.get("kv_scales_apart", ())),
-        memory_gib={
-            name: _float(found[0])
-            for name, pattern in MEMORY.items()
-            if (found := _last(pattern, text)) is not None
-        },
+        memory_gib=_memory(text),
     )
+
+
+def _memory(text: str) -> dict[str, float]:
+    """The terms of the card's budget, so that weights, activation, non-torch and graphs are what the KV cache went without.
+
+    The graphs' term is the estimate where the engine took that off the budget; what capturing them really took is then
+    `cuda_graphs_taken_gib`. Since 0.27 the estimate is inside what it calls peak activation (v1/worker/gpu_worker.py:
+    peak_activation_memory), and is taken out of it here.
+    """
+    found = {name: _float(match[0]) for name, pattern in MEMORY.items() if (match := _last(pattern, text))}
+    estimated = next((_float(match[-1]) for p in GRAPHS_ESTIMATED if (match := _last(p, text))), None)
+    if estimated is None or GRAPHS_COUNTED not in text:
+        return found
+    if "cuda_graphs_gib" in found:
+        found["cuda_graphs_taken_gib"] = found["cuda_graphs_gib"]
+    found["cuda_graphs_gib"] = estimated
+    if "consumed_gib" in found and "activation_gib" in found:
+        found["activation_gib"] = round(max(0.0, found["activation_gib"] - estimated), 4)
+    return found
 
 
 def _last(pattern: re.Pattern[str], text: str) -> tuple[str, ...] | None:
@@ -146,11 +172,15 @@ def _kv_dtype(counts: dict[str, int] | None) -> tuple[str | None, int]:
 
 
 def _weights_kernel(probe: dict[str, Any], text: str) -> str | None:
-    """The quantized layers' kernel; None when no layer is quantized."""
+    """The quantized layers' kernels, joined where there are several; None when no layer is quantized, or none is named."""
     if "linear" in probe:
         names = {name.rsplit(".", 1)[1] for name in probe["linear"] if "Unquantized" not in name}
-        return "+".join(sorted(names)) or None
-    return _group(LINEAR, text)
+    elif AWQ_FORCED.search(text):
+        names = {SLOW_AWQ}
+    else:
+        named = _group(LINEAR, text)
+        names = ({named} if named else set()) | ({SLOW_AWQ} if AWQ_FALLBACK.search(text) else set())
+    return "+".join(sorted(names)) or None
 
 
 def _kv_scales(kv_dtype: str | None, probe: dict[str, Any], text: str) -> str | None:
@@ -165,6 +195,7 @@ def _kv_scales(kv_dtype: str | None, probe: dict[str, Any], text: str) -> str | 
         "None",
         "awq",
         "awq_marlin",
+        "auto_awq",
     ):
         return "1.0"  # vLLM looks for scales only where the quantization method knows them (layers/attention/attention.py)
     return None

@@ -13,6 +13,10 @@ from pipeline.lifetime import end_with_dvc
 from pipeline.results import Environment, PlanRow, load
 from pipeline.runs import point_at
 from pipeline.serving.command import ServeSpec
+from pipeline.serving.engine import check_running
+from pipeline.serving.kv_scales import check_kv_cache
+from pipeline.serving.signals import LogSignals
+from pipeline.serving.weight_kernel import check_weight_kernel
 from pipeline.settings import Settings, VariantSettings, check_graph, load_settings
 
 if TYPE_CHECKING:
@@ -102,6 +106,23 @@ def serve_spec(
         seed=server.seed,
         extra_args=variant.engine_args,
     )
+
+
+def check_served(
+    settings: Settings, variant: VariantSettings, spec: ServeSpec, log: LogSignals, log_path: Path
+) -> None:
+    """Refuse a server that isn't what the variant means: another version, another KV cache, other kernels for its weights."""
+    check_running(spec, log.version)
+    check_kv_cache(
+        variant.name,
+        spec.model_dir,
+        variant.kv_cache_dtype,
+        variant.kv_scales,
+        log,
+        log_path,
+        variant.skipped_layers,
+    )
+    check_weight_kernel(spec, settings.quantizes(variant), log, log_path)
 
 
 def bundle(settings: Settings) -> ResultBundle:

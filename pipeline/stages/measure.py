@@ -23,7 +23,6 @@ from pipeline.load.slo import SearchPlan, Slo
 from pipeline.load.workload import make_source
 from pipeline.planning.reconciliation import reconciled
 from pipeline.results import Capacity, EngineFacts, Measurement, save
-from pipeline.serving.kv_scales import check_kv_cache
 from pipeline.serving.provenance import provenance
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
@@ -33,6 +32,7 @@ from pipeline.settings.schema import FixedWorkload
 from pipeline.stages.context import (
     LOGS,
     RESULTS,
+    check_served,
     environment,
     planned,
     python_of,
@@ -63,15 +63,7 @@ def run(settings: Settings, name: str) -> None:
         serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server,
     ):
         said = parse_log(server.log_text())
-        check_kv_cache(
-            name,
-            spec.model_dir,
-            variant.kv_cache_dtype,
-            variant.kv_scales,
-            said,
-            server.log_path,
-            variant.skipped_layers,
-        )
+        check_served(settings, variant, spec, said, server.log_path)
         capacity, terms = reconciled(settings, row, said, parse_metrics(server.metrics_text()))
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)

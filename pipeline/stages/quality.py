@@ -27,7 +27,6 @@ from pipeline.quality.stream import (
 )
 from pipeline.quality.tasks import read_task, refuse_leaks
 from pipeline.results import EngineFacts, Provenance, Quality, Sample, load, save
-from pipeline.serving.kv_scales import check_kv_cache
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
 from pipeline.serving.signals import parse_log
@@ -36,6 +35,7 @@ from pipeline.settings.schema import TaskSettings
 from pipeline.stages.context import (
     LOGS,
     RESULTS,
+    check_served,
     environment,
     planned,
     python_of,
@@ -64,15 +64,7 @@ def run(settings: Settings, name: str) -> None:
     ) as server:
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
-        check_kv_cache(
-            name,
-            spec.model_dir,
-            variant.kv_cache_dtype,
-            variant.kv_scales,
-            said,
-            server.log_path,
-            variant.skipped_layers,
-        )
+        check_served(settings, variant, spec, said, server.log_path)
         source = provenance(server, said, machine)
         cache = RequestCache(CACHE, _identity(name, checkpoint, source))
         finished = False

@@ -21,6 +21,7 @@ from pipeline.planning.scenario import card_of, geometry_of, row_of
 from pipeline.results import Capacity, PlanRow
 from pipeline.serving.command import ServeSpec, build_command, build_environment
 from pipeline.serving.engine import locked_engine
+from pipeline.serving.failures import failure_cause
 from pipeline.serving.flags import flag_table
 from pipeline.serving.signals import parse_log
 from pipeline.settings import Settings, load_settings
@@ -85,7 +86,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, spec in specs.items()
     }
     card = RTX_4090 if settings.device.kind == "cuda" else None
-    return Served(settings, specs, in_engine(argv, card, build=True))
+    answers = in_engine(argv, card, build=True)
+    assert not [answer["error"] for answer in answers.values() if "error" in answer]
+    return Served(settings, specs, answers)
 
 
 def write_config(settings: Settings, scheme: str, folder: Path) -> None:
@@ -226,6 +229,28 @@ def test_the_block_size_costs_no_backend(served: Served) -> None:
     """vLLM falls back to a slower backend, with a warning, where the block size that it is told doesn't suit the better one."""
     for name, answer in served.answers.items():
         assert "precluded" not in answer["log"], name
+
+
+def test_a_kernel_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """What the engine says on a card whose backends don't take the cache, in the sentence that a stage would end with."""
+    settings = load_settings(["profile=rtx4090"])
+    write_config(settings, "bf16", tmp_path / "bf16")
+    common = [
+        "--model",
+        str(tmp_path / "bf16"),
+        "--skip-tokenizer-init",
+        "--max-model-len",
+        "8192",
+        "--kv-cache-dtype",
+    ]
+    argv = {"pinned": [*common, "fp8", "--attention-backend", "FLASH_ATTN"], "none": [*common, "fp8_ds_mla"]}
+    answers = in_engine(argv, RTX_4090, build=True)
+    assert failure_cause(answers["pinned"]["error"], 1).startswith(
+        "the pinned attention backend FLASH_ATTN can't serve this: kv_cache_dtype not supported"
+    )
+    assert failure_cause(answers["none"]["error"], 1).startswith(
+        "no attention backend of this card keeps a fp8_ds_mla KV cache (FLASH_ATTN: kv_cache_dtype not supported"
+    )
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

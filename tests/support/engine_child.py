@@ -3,7 +3,7 @@
 Runs in the serve environment: `python -m tests.support.engine_child`, a JSON request on stdin, a JSON answer in the last line of
 stdout. Request: {"card": {"name", "capability", "memory_bytes"} or null for the CPU, "argv": {name: [...]}, "build": bool}.
 Answer per name: what was parsed, what was configured, and with `build` what a model of it runs on (`engine_probe.describe`) and
-the log lines that were written on the way.
+the log lines that were written on the way, or the error's traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,8 +45,11 @@ def _answer(argv: list[str], build: bool) -> dict[str, Any]:
         parsed = make_parser().parse_args(argv)
         answer: dict[str, Any] = {"parsed": {name: getattr(parsed, name) for name in PARSED}}
         if build:
-            config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-            answer |= {"config": _configured(config), "layers": _layers(config)}
+            try:
+                config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+                answer |= {"config": _configured(config), "layers": _layers(config)}
+            except Exception:
+                answer["error"] = traceback.format_exc()
     return answer | {"log": "\n".join(lines)}
 
 
