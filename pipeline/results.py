@@ -232,6 +232,11 @@ class Provenance(Record):
     kv_cache_dtype: str | None = Field(description="what the engine really took")
     kv_skipped_layers: int = Field(default=0, description="layers that keep 16 bits beside a quantized cache")
     kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
+    kv_rounding: str | None = Field(
+        default=None,
+        description="how the stock CPU kernel rounds to FP8, tried out at the start: nearest, or toward-zero, which loses up "
+        "to a whole step instead of half of one; null where it wasn't tried or nothing is rounded by it",
+    )
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
     cpu_flags: list[str]
     gpu: str | None

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 
 from pipeline.capacity import Card, EngineRules, Geometry, Term, plan_row
+from pipeline.errors import run_main
 from pipeline.quality.intervals import paired_interval
 from pipeline.quality.power import items_to_decide
 from pipeline.quality.significance import mcnemar_exact
-from tests import bench_peers
+from tests import bench_geometry, bench_peers
 from tests.bench_load import accuracy, driver_overhead, search_saving
 from tests.support.flips import coverage, false_go_rate, sequential_runs
 from tests.support.geometries import SMOLLM2
@@ -35,6 +36,7 @@ def main() -> None:
         "statistics": statistics_tables,
         "load": load_tables,
         "peers": bench_peers.main,
+        "geometry": bench_geometry.main,
     }
     chosen = sys.argv[1:] or list(sections)
     unknown = [name for name in chosen if name not in sections]
@@ -130,4 +132,4 @@ def _plan() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

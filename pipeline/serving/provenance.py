@@ -26,6 +26,7 @@ def provenance(
         kv_cache_dtype=log.kv_cache_dtype,
         kv_skipped_layers=log.kv_skipped_layers,
         kv_scales=log.kv_scales,
+        kv_rounding=log.kv_rounding,
         emulated=list(log.emulated),
         cpu_flags=environment.cpu_flags,
         gpu=", ".join(gpu.name for gpu in server.gpus) or None,

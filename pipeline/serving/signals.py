@@ -72,6 +72,14 @@ class LogSignals:
     kv_skipped_layers: int = 0
     """Layers that keep 16 bits beside a quantized cache."""
 
+    @property
+    def kv_rounding(self) -> str | None:
+        """How a stock CPU kernel rounds to an FP8 cache, where the plugin tried it out: 'nearest' or 'toward-zero'."""
+        if not (self.kv_cache_dtype or "").startswith("fp8") or "fp8_kv_attention" in self.emulated:
+            return None
+        found = re.search(r"fp8_kv_rounding=(\S+)", self.plugin or "")
+        return None if found is None else found[1]
+
 
 def parse_log(text: str) -> LogSignals:
     """Read a server's log, whole or partial. Later lines win, as the engine itself overwrites its settings."""

@@ -27,6 +27,7 @@ from pipeline.serving.signals import parse_log
 from pipeline.settings import Settings, load_settings
 from pipeline.settings.compose import profiles
 from pipeline.stages import context
+from tests.support.checkpoint_configs import write_config
 from tests.support.environments import environment_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,49 +90,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     answers = in_engine(argv, card, build=True)
     assert not [answer["error"] for answer in answers.values() if "error" in answer]
     return Served(settings, specs, answers)
-
-
-def write_config(settings: Settings, scheme: str, folder: Path) -> None:
-    """The config.json that the model's source and the quantizer leave in a checkpoint."""
-    architecture = (settings.model.config or {})["architectures"][0]
-    config = {
-        "model_type": {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[architecture],
-        "dtype": "bfloat16",
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        **(settings.model.config or {}),
-    }
-    if scheme != "bf16":
-        config["quantization_config"] = quantization_config(settings.quantizers[scheme].model_dump())
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def quantization_config(recipe: dict[str, Any]) -> dict[str, Any]:
-    """As AutoAWQ 0.2.9 (awq/models/_config.py) and compressed-tensors 0.19 (llm-compressor's format) write it."""
-    if recipe["backend"] == "autoawq":
-        return {
-            "quant_method": "awq",
-            "bits": recipe["bits"],
-            "group_size": recipe["group_size"],
-            "zero_point": recipe["zero_point"],
-            "version": "gemm",
-            "modules_to_not_convert": None,
-        }
-    weights = {
-        "num_bits": 4, "type": "int", "symmetric": not recipe["zero_point"], "strategy": "group",
-        "group_size": recipe["group_size"], "dynamic": False, "actorder": None, "observer": "minmax",
-    }  # fmt: skip
-    scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    quantized = recipe["bits"] < 16
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": "pack-quantized" if quantized else "dense",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}} if quantized else {},
-        "ignore": ["lm_head"] if quantized else [],
-        "kv_cache_scheme": scales if recipe["calibrate_kv_scales"] else None,
-    }
 
 
 def test_every_field_arrives(served: Served) -> None:

@@ -41,6 +41,7 @@ def engine_table(bundle: ResultBundle) -> Table:
         ),
         "KV cache taken": lambda origin: words(origin.kv_cache_dtype),
         "KV scales": _scales,
+        "KV rounding": _rounding,
         "Emulated parts": lambda origin: Cell(", ".join(origin.emulated) or "none"),
         "GPU": lambda origin: Cell(origin.gpu or "none"),
         "CPU extensions seen": lambda origin: words(" ".join(origin.cpu_flags)),
@@ -63,6 +64,17 @@ def _quantized(bundle: ResultBundle, origin: Provenance) -> bool:
         result.provenance is origin and weights.get(variant, "bf16") != "bf16"
         for variant, result in bundle.verdict.variants.items()
     )
+
+
+ROUNDINGS = {
+    "nearest": "to the nearest FP8 number",
+    "toward-zero": "toward zero: this CPU kernel cuts off, and loses up to a whole step where others lose half of one",
+}
+
+
+def _rounding(origin: Provenance) -> Cell:
+    """Only a CPU's stock kernel is tried out; elsewhere there is nothing to say."""
+    return Cell("" if origin.kv_rounding is None else ROUNDINGS.get(origin.kv_rounding, origin.kv_rounding))
 
 
 def _scales(origin: Provenance) -> Cell:

@@ -55,6 +55,7 @@ def test_everything_the_log_says_arrives() -> None:
         "kv_cache_dtype": "fp8",
         "kv_skipped_layers": 0,
         "kv_scales": "1.0",
+        "kv_rounding": "toward-zero",
         "emulated": [],
         "cpu_flags": ["avx2"],
         "gpu": None,
