@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +211,7 @@ def test_a_kernel_that_is_not_there_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_prefix_caching_parallelism_and_pinning_arrive(prefix_caching: bool) -> None:
+def test_prefix_caching_parallelism_and_pinning_arrive() -> None:
     spec = ServeSpec(
         engine_version=locked_engine()[1],
         model_dir=Path("/models/some"),
@@ -224,14 +223,18 @@ def test_prefix_caching_parallelism_and_pinning_arrive(prefix_caching: bool) -> 
         tensor_parallel=2,
         pipeline_parallel=2,
         enforce_eager=False,
-        prefix_caching=prefix_caching,
         extra_args=("--attention-backend", "FLASHINFER"),
     )
-    got = in_engine({"it": build_command(spec, "python", 1)[3:]}, None, build=False)["it"]["parsed"]
-    assert got["enable_prefix_caching"] is prefix_caching
-    assert "FLASHINFER" in got["attention_backend"]
-    assert (got["tensor_parallel_size"], got["pipeline_parallel_size"]) == (2, 2)
-    assert (got["gpu_memory_utilization"], got["max_num_batched_tokens"]) == (0.9, None)
+    argv = {
+        str(caching): build_command(replace(spec, prefix_caching=caching), "python", 1)[3:]
+        for caching in (True, False)
+    }
+    for caching, answer in in_engine(argv, None, build=False).items():
+        got = answer["parsed"]
+        assert str(got["enable_prefix_caching"]) == caching
+        assert "FLASHINFER" in got["attention_backend"]
+        assert (got["tensor_parallel_size"], got["pipeline_parallel_size"]) == (2, 2)
+        assert (got["gpu_memory_utilization"], got["max_num_batched_tokens"]) == (0.9, None)
 
 
 def test_the_recorded_flags_are_the_installed_parsers() -> None:
