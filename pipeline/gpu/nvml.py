@@ -39,6 +39,8 @@ def open_nvml(library: Any = None) -> Iterator[Nvml]:
         raise failure from None
     try:
         yield Nvml(library)
+    except library.NVMLError as error:
+        raise NoDriver(f"a card stopped answering ({error}); nvidia-smi and dmesg may say why") from None
     finally:
         with contextlib.suppress(library.NVMLError):
             library.nvmlShutdown()
@@ -104,7 +106,7 @@ class Nvml:
         return sorted(found, key=lambda process: -(process.memory_bytes or 0))
 
     def power_limit_w(self, gpu: Gpu) -> float | None:
-        limit = self._ask(self._library.nvmlDeviceGetEnforcedPowerLimit, self._card(gpu))
+        limit = self._ask(lambda: self._library.nvmlDeviceGetEnforcedPowerLimit(self._card(gpu)))
         return None if limit is None else limit / 1000
 
     def reading(self, gpu: Gpu) -> dict[str, Any] | None:

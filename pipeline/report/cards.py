@@ -10,7 +10,8 @@ from pipeline.report.wording import NOT_MEASURED, listing, mebibytes, number, pe
 from pipeline.results import GpuLoad, GpuMemory
 
 CHANGE_LIMIT_BYTES = 64 * 1024**2
-"""What others may take or give back while an engine starts. Half of the smallest overhead of an RTX 4090 (conf/overheads)."""
+"""What others may take or give back while an engine starts: less than an RTX 4090's smallest overhead, 0.10 GiB of buffers
+(conf/overheads/rtx4090.yaml)."""
 
 
 def cards_table(bundle: ResultBundle) -> Table | None:

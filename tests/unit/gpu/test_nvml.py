@@ -96,6 +96,15 @@ def test_a_lost_card_gives_no_reading() -> None:
         assert nvml.reading(gpu) is None
 
 
+def test_a_card_that_is_lost_between_two_questions_is_an_unfit_machine() -> None:
+    library = RecordedNvml(rtx_4090())
+    [gpu] = read_gpus(library)
+    library.cards[0]["uuid"] = "GPU-gone"
+    with pytest.raises(NoDriver, match="a card stopped answering"), open_nvml(library) as nvml:
+        nvml.held_bytes(gpu)
+    assert library.open_sessions == 0
+
+
 def test_which_cards_an_engine_gets() -> None:
     gpus = read_gpus(RecordedNvml(rtx_4090(), rtx_4090(SECOND_UUID)))
     assert visible(gpus, {}) == gpus
