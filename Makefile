@@ -3,15 +3,23 @@
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/orchestrator/bin
 .DEFAULT_GOAL := help
-.PHONY: help environments repro test lint unit contract e2e gpu-test ui bench lock clean
+.PHONY: help profile environments doctor repro test lint unit contract e2e gpu-test ui bench lock clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-environments: ## build what the profile in params.yaml needs (a second when built)
+profile: # point params.yaml at PROFILE
+	@$(PYTHON3) -m pipeline.environments orchestrator
+	@$(BIN)/quantgate use $(PROFILE)
+
+environments: $(if $(PROFILE),profile) ## build what the profile in params.yaml needs (a second when built)
 	@$(PYTHON3) -m pipeline.environments
 
-repro: environments ## quantize, serve, measure, evaluate, decide; then say where the report is
+doctor: ## can this machine run the profile? PROFILE=NAME asks for another than params.yaml's
+	@$(PYTHON3) -m pipeline.environments orchestrator
+	@$(BIN)/quantgate doctor $(if $(PROFILE),profile=$(PROFILE))
+
+repro: environments ## quantize, serve, measure, evaluate, decide; then say where the report is (PROFILE=NAME: of that profile)
 	@test -d .dvc || $(BIN)/dvc init --quiet
 	@$(BIN)/dvc repro
 	@$(BIN)/quantgate show
@@ -23,6 +31,7 @@ lint: environments
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 
 unit: environments ## pure tests, under a minute
+	@$(PYTHON3) -m pipeline.environments serve
 	@$(BIN)/pytest tests/unit; unit=$$?; .venv/serve/bin/python -m pytest tests/serve_env && exit $$unit
 
 contract: environments ## mock server, recorded logs, real argument parsers; lists what only a card can show

@@ -171,3 +171,20 @@ def test_a_profile_needs_the_environments_of_its_own_quantizers() -> None:
     other = awq.model_copy(update={"backend": "llmcompressor"})
     both = settings.model_copy(update={"quantizers": {"awq": awq, "other": other}})
     assert environments_of(both) == ["orchestrator", "serve", "autoawq", "llmcompressor"]
+
+
+def test_make_takes_a_profile_before_it_builds_for_it() -> None:
+    """README's three commands: the profile must be chosen before `make` asks which environments it needs."""
+    root = Path(build.__file__).parents[2]
+    shown = subprocess.run(
+        ["make", "-n", "repro", "PROFILE=rtx4090"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    steps = [next(i for i, line in enumerate(shown) if line.endswith(end)) for end in
+             ("quantgate use rtx4090", "-m pipeline.environments", "dvc repro")]  # fmt: skip
+    assert steps == sorted(steps)
+    plain = subprocess.run(["make", "-n", "repro"], cwd=root, capture_output=True, text=True, check=True)
+    assert "quantgate use" not in plain.stdout
+    asked = subprocess.run(
+        ["make", "-n", "doctor", "PROFILE=rtx4090"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert "doctor profile=rtx4090" in asked.stdout and "use" not in asked.stdout.split()
