@@ -13,7 +13,7 @@ import psutil
 
 from pipeline.capacity import GIB, EngineRules, Geometry, kv_layout, rank_weight_bytes
 from pipeline.environments import interpreter
-from pipeline.errors import EnvironmentUnfitError
+from pipeline.errors import EngineFailedError, EnvironmentUnfitError
 from pipeline.serving.command import ServeSpec
 from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import serve
@@ -31,7 +31,7 @@ RULES = EngineRules(block_size=128, kernel_block=32, max_num_batched_tokens=512,
 
 
 def main() -> None:
-    """One start per KV dtype; `EnvironmentUnfitError` where the memory isn't there, `AssertionError` where a figure differs."""
+    """One start per KV dtype; `EnvironmentUnfitError` where the memory isn't there, `EngineFailedError` where a figure differs."""
     settings = load_settings(["profile=rtx4090"])
     config = settings.model.config or {}
     geometry = Geometry.from_config(config, settings.model.name)
@@ -65,5 +65,11 @@ def main() -> None:
                 f"{dtype:10} {pool.tokens:>8,} tokens {tokens:>8,} tokens {sequences:>9.2f}x {server.startup_s:>10.0f} s",
                 flush=True,
             )
-            assert (metrics.num_gpu_blocks, tokens) == (pool.blocks, pool.tokens)
-            assert sequences == round(pool.logged_sequences, 2)
+            reported, planned = (
+                (metrics.num_gpu_blocks, tokens, sequences),
+                (pool.blocks, pool.tokens, round(pool.logged_sequences, 2)),
+            )
+            if reported != planned:
+                raise EngineFailedError(
+                    f"{dtype}: (blocks, tokens, sequences) are {reported} in the engine, {planned} were planned"
+                )

@@ -88,6 +88,19 @@ def test_a_card_within_its_band_passes_with_every_residual() -> None:
     )
 
 
+def test_a_cards_log_gives_every_term_once() -> None:
+    """From the text to what `quantgate calibrate` reads: the graphs' estimate isn't counted as activation as well."""
+    signals = parse_log((RECORDED / "log-0.32-rtx4090-awq-fp8kv.txt").read_text(encoding="utf-8"))
+    planned = row(
+        565_000, (540_000, 590_000), 5.19, max_model_len=8192, block_size=16, blocks_per_sequence=512
+    )
+    _, terms = reconciled(settings("rtx4090"), planned, signals, metrics(565_856, 35_366, 69.07))
+    assert {term.name: round((term.reported_bytes or 0) / GIB, 2) for term in terms} == {
+        "weights": 5.29, "non_torch": 0.37, "activation": 0.45, "cuda_graphs": 0.53,
+    }  # fmt: skip
+    assert all(term.within for term in terms)
+
+
 def test_a_card_outside_its_band_names_the_term() -> None:
     planned = row(
         282_928, (267_000, 291_000), 5.19, max_model_len=8192, block_size=16, blocks_per_sequence=512
