@@ -5,7 +5,7 @@ hold the tables against the packages that are installed.
 """
 
 from pipeline.compatibility.attention import AttentionRow, attention_backends, attention_refusals
-from pipeline.compatibility.quantizers import QUANTIZERS, Request, quantizer_refusals
+from pipeline.compatibility.quantizers import QUANTIZERS, Request, quantizer_refusals, weight_scheme
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.weights import WEIGHT_KERNELS, Engine, weight_kernel, weight_refusals
 
@@ -21,4 +21,5 @@ __all__ = [
     "quantizer_refusals",
     "weight_kernel",
     "weight_refusals",
+    "weight_scheme",
 ]

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.capacity.geometry import Geometry
+from pipeline.capacity.weights import Method, WeightScheme
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.shards import Shard, shards
 from pipeline.models.architectures import SUPPORTED
+from pipeline.settings.schema import QuantizeRecipe
 
 GROUP_SIZES = (32, 64, 128)
 """What the recipes' schema allows."""
@@ -20,7 +22,7 @@ class QuantizerRow:
 
     backend: str
     version: str
-    scheme_format: str
+    scheme_format: Method
     """Format of the checkpoint, as `weights.WEIGHT_KERNELS` names it."""
     architectures: frozenset[str]
     architectures_source: str
@@ -95,6 +97,12 @@ class Request:
     clip_search: bool
     tensor_parallel: int = 1
     """Ranks that the result is served on."""
+
+
+def weight_scheme(recipe: QuantizeRecipe) -> WeightScheme:
+    """How the capacity arithmetic counts the checkpoint that `recipe` makes."""
+    form = QUANTIZERS[recipe.backend].scheme_format if recipe.quantizes_weights else "none"
+    return WeightScheme(form, recipe.bits, recipe.group_size, recipe.zero_point, recipe.calibrate_kv_scales)
 
 
 def quantizer_refusals(geometry: Geometry, request: Request) -> list[Refusal]:

@@ -11,7 +11,6 @@ from pipeline.capacity import (
     EngineRules,
     Geometry,
     HandCalculation,
-    Method,
     Row,
     Term,
     WeightScheme,
@@ -20,6 +19,7 @@ from pipeline.capacity import (
     rank_weight_bytes,
     weight_bytes,
 )
+from pipeline.compatibility import weight_scheme
 from pipeline.errors import UserInputError
 from pipeline.results import HandRow
 from pipeline.settings import Settings, VariantSettings
@@ -28,8 +28,6 @@ from pipeline.settings import Settings, VariantSettings
 BATCHED_TOKENS = ((160, 16_384), (70, 8_192), (0, 2_048))
 """(from GiB of device memory, tokens); an A100 keeps the smallest."""
 TOKENS_BY_BLOCKS_BEFORE = (0, 26)
-METHODS: dict[str, Method] = {"autoawq": "awq", "llmcompressor": "pack-quantized"}
-"""What each quantizer's 4-bit checkpoints are stored as."""
 
 
 def geometry_of(settings: Settings) -> Geometry:
@@ -77,9 +75,7 @@ def scheme_of(settings: Settings, weights: str) -> WeightScheme:
     """How a weights scheme of the profile is stored."""
     if weights == "bf16":
         return BF16
-    recipe = settings.quantizers[weights]
-    method = METHODS[recipe.backend] if recipe.quantizes_weights else "none"
-    return WeightScheme(method, recipe.bits, recipe.group_size, recipe.zero_point, recipe.calibrate_kv_scales)
+    return weight_scheme(settings.quantizers[weights])
 
 
 def rank_weights_of(

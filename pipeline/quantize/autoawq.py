@@ -8,7 +8,6 @@ hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()`
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
 from pipeline.quantize.calibration import calibration_pieces
 from pipeline.quantize.folder import dress, served_dtype
+from pipeline.quantize.memory import peak_memory
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "calibration": calibration,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **peak_memory(),
     }
 
 

@@ -7,6 +7,7 @@ in the backend's environment as subprocesses.
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,14 +17,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.compatibility import Request, quantizer_refusals
-from pipeline.errors import UserInputError
+from pipeline.capacity.weights import weight_bytes as predicted_weight_bytes
+from pipeline.compatibility import Request, quantizer_refusals, weight_scheme
+from pipeline.errors import QuantgateError, UserInputError
 from pipeline.files import read_json, sha256_file
-from pipeline.models.architectures import geometry
-from pipeline.models.check import check_model, weight_bytes
+from pipeline.models.architectures import expected_shapes, geometry, other_tensors
+from pipeline.models.check import check_model, read_tensors, weight_bytes
 from pipeline.models.child import run_module
 from pipeline.models.prepare import replace_folder
 from pipeline.quantize.calibration import refuse_overlap
+from pipeline.quantize.room import refuse_without_room
 from pipeline.settings.schema import QuantizeRecipe
 
 # glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
@@ -33,6 +36,10 @@ ALLOCATOR_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+
+
+SIZE_TOLERANCE = 0.01
+"""Share of the planner's bytes that a checkpoint may differ by: shapes and KV scales that some layouts add."""
 
 
 class QuantizeRequest(BaseModel):
@@ -122,6 +129,7 @@ def quantize(
             environment=chosen.process_environment,
             show_progress=True,
         )
+        size = check_size(request, staging)
         replace_folder(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -139,18 +147,42 @@ def quantize(
         "heldout": {"file": str(request.heldout_file), "sha256": sha256_file(request.heldout_file)},
         "device": made["device"],
         **proven["evidence"],
-        "weight_bytes": weight_bytes(out),
+        **size,
         "original_weight_bytes": weight_bytes(request.model_dir),
         "size_on_disk_bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         "wall_s": round(ended - started, 2),
         "quantize_wall_s": round(made_at - started, 2),
         "proof_wall_s": round(ended - made_at, 2),
-        "peak_memory_bytes": max(made["peak_memory_bytes"], proven["peak_memory_bytes"]),
+        **{
+            key: max((part[key] for part in (made, proven) if part[key] is not None), default=None)
+            for key in ("peak_memory_bytes", "peak_device_memory_bytes")
+        },
     }
 
 
+def check_size(request: QuantizeRequest, folder: Path) -> dict[str, int]:
+    """Bytes of the weights in `folder` and those that the planner reckons with; `QuantgateError` where they disagree."""
+    recipe, source = request.recipe, request.model_dir / "config.json"
+    sizes = geometry(read_json(source), str(source))
+    predicted = predicted_weight_bytes(sizes, weight_scheme(recipe))
+    # The planner serves what isn't quantized in 16 bits; a checkpoint keeps it as the source has it.
+    embedding = read_tensors(request.model_dir)["model.embed_tokens.weight"]
+    kept = other_tensors(sizes) if recipe.quantizes_weights else expected_shapes(sizes)
+    predicted += (embedding.size_bytes // embedding.elements - 2) * sum(map(math.prod, kept.values()))
+    stored = weight_bytes(folder)
+    if abs(stored - predicted) > SIZE_TOLERANCE * predicted:
+        raise QuantgateError(
+            f"the checkpoint's weights take {stored:,} bytes, but the planner reckons with {predicted:,}: "
+            f"{stored / predicted - 1:+.1%}, allowed is {SIZE_TOLERANCE:.0%}"
+        )
+    return {"weight_bytes": stored, "predicted_weight_bytes": predicted}
+
+
 def check_request(request: QuantizeRequest) -> None:
-    """Everything that can be refused in milliseconds, before minutes of work. Raises `UserInputError`."""
+    """Everything that can be refused at once, before minutes of work.
+
+    Raises `UserInputError` for a model, texts or a recipe that can't be quantized, `EnvironmentUnfitError` without room for it.
+    """
     check_model(request.model_dir)
     refuse_overlap(request.calibration_file, request.heldout_file)
     config_path = request.model_dir / "config.json"
@@ -159,3 +191,4 @@ def check_request(request: QuantizeRequest) -> None:
     asked = Request(recipe.backend, recipe.group_size, recipe.clip_search, request.tensor_parallel)
     for refusal in quantizer_refusals(sizes, asked):
         raise UserInputError(f"{config_path}: {refusal}")
+    refuse_without_room(sizes, recipe, request.out_dir)

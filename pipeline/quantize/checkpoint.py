@@ -80,6 +80,12 @@ class Checkpoint:
         marker = f".{self.format.MARKER}"
         return {name.removesuffix(marker) for name in self._tensors if name.endswith(marker)}
 
+    def packed_bits(self, module: str) -> int:
+        """Bits that a quantized module's weights take, scales and zero points not counted."""
+        assert self.format is not None
+        tensor = self.raw(f"{module}.{self.format.MARKER}")
+        return tensor.numel() * tensor.element_size() * 8
+
     def packed(self, module: str) -> PackedLinear:
         """The packed tensors of a quantized module."""
         if self.format is None:

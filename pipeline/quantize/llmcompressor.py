@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import resource
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
 from pipeline.quantize.calibration import calibration_pieces
 from pipeline.quantize.folder import dress, served_dtype
+from pipeline.quantize.memory import peak_memory
 
 BACKEND = Backend(
     name="llmcompressor",
@@ -66,7 +66,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "calibration": calibration,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **peak_memory(),
     }
 
 

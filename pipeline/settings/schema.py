@@ -255,6 +255,17 @@ class QuantizeRecipe(Strict):
         "0.15, worst module 0.23 to 0.26 (the first q_proj); a shuffled module has over 1",
     )
 
+    layer_error_range: tuple[float, float] = Field(
+        default=(0.05, 0.20),
+        description="believable mean of that error over a layer's modules",
+    )
+    max_share_of_rounding_loss: float | None = Field(
+        default=1.0,
+        gt=0.0,
+        description="limit of (perplexity ratio - 1) over that of plain rounding at the same bits and groups, in the same run; "
+        "1: AWQ must not be worse. null: recorded only",
+    )
+
     @property
     def quantizes_weights(self) -> bool:
         return self.bits < 16
@@ -277,9 +288,10 @@ class QuantizeRecipe(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> QuantizeRecipe:
-        low, high = self.effective_error_range
-        if not 0.0 <= low < high < 1.0:
-            raise ValueError(f"effective_error_range {[low, high]} must be two rising numbers within 0 and 1")
+        for key in ("effective_error_range", "layer_error_range"):
+            low, high = getattr(self, key)
+            if not 0.0 <= low < high < 1.0:
+                raise ValueError(f"{key} {[low, high]} must be two rising numbers within 0 and 1")
         if self.samples * self.sequence_tokens < self.min_effective_tokens:
             raise ValueError(
                 f"samples x sequence_tokens = {self.samples * self.sequence_tokens} is under "

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,7 @@ RECIPE = QuantizeRecipe(
     effective_error_range=(0.02, 0.35),
 )
 Tensors = dict[str, np.ndarray]
+WIDE_OPEN: dict[str, Any] = {"effective_error_range": (0.0, 0.99), "layer_error_range": (0.0, 0.99)}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
 
@@ -64,7 +68,19 @@ def test_record_says_what_was_done(sound: tuple[QuantizeRequest, dict[str, Any]]
     assert record["calibration"]["effective_tokens"] == 512
     assert len(record["effective_error"]["per_layer"]) == 2
     assert 0.02 < record["effective_error"]["mean"] < record["effective_error"]["worst"]["value"] < 0.35
+    assert (
+        record["effective_error"]["worst_layer"]["value"]
+        == max(record["effective_error"]["per_layer"])
+        < 0.20
+    )
+    assert record["unquantized_modules"] == {
+        "lm_head": "shares model.embed_tokens",
+        "model.embed_tokens": "float32",
+    }
     assert record["perplexity"]["ratio"] < 1.2
+    assert record["perplexity"]["round_to_nearest"] > 1.0
+    assert record["predicted_weight_bytes"] == record["weight_bytes"]
+    assert record["peak_memory_bytes"] > 2**27 and record["peak_device_memory_bytes"] is None
     assert record["versions"]["autoawq"] == "0.2.9"
     assert 0 < record["weight_bytes"] < record["original_weight_bytes"]
     assert json.loads(json.dumps(record)) == record
@@ -192,11 +208,24 @@ def test_perplexity_gate_stands_on_its_own(
             if name.endswith(("o_proj.scales", "down_proj.scales")):
                 tensors[name] = tensor * np.float16(0.05)
 
-    broken = break_tensors(
-        sound[0], tmp_path, quieter, effective_error_range=(0.0, 0.99), max_perplexity_ratio=1.05
-    )
+    broken = break_tensors(sound[0], tmp_path, quieter, **WIDE_OPEN, max_perplexity_ratio=1.05)
     with pytest.raises(
         QuantgateError, match=r"perplexity on held-out text went from .* allows max_perplexity_ratio=1\.05"
+    ):
+        prove(broken, tmp_path / "log")
+
+
+def test_layer_gate_stands_on_its_own(sound: tuple[QuantizeRequest, dict[str, Any]], tmp_path: Path) -> None:
+    """A quarter off in every module of a layer is in no module's way, but no layer is so bad."""
+
+    def louder(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if name.startswith("model.layers.1.") and name.endswith("scales"):
+                tensors[name] = tensor * np.float16(1.25)
+
+    broken = break_tensors(sound[0], tmp_path, louder, effective_error_range=(0.0, 0.99))
+    with pytest.raises(
+        QuantgateError, match=r"1 of 2 layers have a mean .* the worst is layer 1 with \d\d\.\d%"
     ):
         prove(broken, tmp_path / "log")
 
@@ -224,3 +253,34 @@ def test_earlier_result_survives_a_failed_run(tmp_path: Path) -> None:
     with pytest.raises(EngineFailedError):
         quantize(request, environment_python("serve"), log_path=tmp_path / "log")  # AutoAWQ isn't in there
     assert (request.out_dir / "earlier").read_text() == "result"
+
+
+def test_killed_run_leaves_nothing_that_could_be_taken_for_whole(tmp_path: Path) -> None:
+    """SIGKILL as soon as the folder in the making appears: the next run starts over and ends well."""
+    request = make_request(tmp_path, LLAMA)
+    asked, partial = tmp_path / "request.json", tmp_path / ".out.partial"
+    asked.write_text(request.model_dump_json())
+    code = (
+        "import json, sys; from pipeline.quantize.base import QuantizeRequest, quantize\n"
+        "quantize(QuantizeRequest.model_validate(json.load(open(sys.argv[1]))), sys.argv[2], log_path=sys.argv[3])"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(asked),
+        str(environment_python("autoawq")),
+        str(tmp_path / "log"),
+    ]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        while not partial.is_dir() and process.poll() is None:
+            time.sleep(0.001)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert partial.is_dir() and not request.out_dir.exists()
+    record = quantize(request, environment_python("autoawq"), log_path=tmp_path / "log")
+    assert record["quantized_modules"]["found"] == 14
+    assert request.out_dir.is_dir() and not list(tmp_path.glob(".*partial"))

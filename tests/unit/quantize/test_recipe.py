@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.errors import UserInputError
-from pipeline.quantize.base import QuantizeRequest, backend, check_request, quantize
+from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
+from pipeline.models.architectures import geometry
+from pipeline.quantize import room
+from pipeline.quantize.base import QuantizeRequest, backend, check_request, check_size, quantize
 from pipeline.settings.schema import QuantizeRecipe
+from tests.support.geometries import SMOLLM2
 from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
 
 
@@ -120,3 +124,55 @@ def test_refused_request_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="no tokenizer"):
         quantize(request, sys.executable, log_path=tmp_path / "quantize.log")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_quantized_model_is_refused(tmp_path: Path) -> None:
+    request = make_request(tmp_path)
+    config = json.loads((request.model_dir / "config.json").read_text())
+    (request.model_dir / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "awq"}})
+    )
+    with pytest.raises(
+        UserInputError, match=r"config\.json: quantization_config\.quant_method='awq'; .*unquantized"
+    ):
+        check_request(request)
+
+
+def test_size_on_disk_is_held_against_the_planners(tmp_path: Path) -> None:
+    """The unquantized folder is 16 bits a weight where the recipe makes 4: both numbers are said."""
+    request = make_request(tmp_path)
+    with pytest.raises(
+        QuantgateError,
+        match=r"take 1,\d{3},\d{3} bytes, but the planner reckons with \d{3},\d{3}: \+\d+\.\d%",
+    ):
+        check_size(request, request.model_dir)
+    kept = QuantizeRecipe(
+        backend="llmcompressor", bits=16, group_size=None, calibrate_kv_scales=True, clip_search=False
+    )
+    found = check_size(request.model_copy(update={"recipe": kept}), request.model_dir)
+    assert found["weight_bytes"] == found["predicted_weight_bytes"]  # in float32, as its source has it
+
+
+def test_no_room_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = make_request(tmp_path)
+    monkeypatch.setattr(room, "free_memory", lambda: 2**28)
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"about \d\.\d\d GiB of memory, and 0\.25 GiB are free"
+    ) as caught:
+        check_request(request)
+    assert caught.value.exit_code == 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))  # type: ignore[attr-defined]
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"about 0\.06 GiB of disk, and 0\.00 GiB are free; free some in .*"
+    ):
+        check_request(request)
+
+
+def test_room_grows_with_the_model_and_its_calibration(tmp_path: Path) -> None:
+    """For the embedded 135M model at 16 x 128 tokens it must be about the 1.54 GiB that were measured."""
+    sizes = geometry(SMOLLM2, "SmolLM2")
+    small = room.room_for(sizes, QuantizeRecipe(group_size=64, samples=16, sequence_tokens=128))
+    assert 0.9 < small.memory_bytes / (1.54 * 2**30) < 1.3
+    large = room.room_for(sizes, QuantizeRecipe(group_size=64, samples=64, sequence_tokens=512))
+    assert large.memory_bytes - small.memory_bytes == 4 * (64 * 512 - 16 * 128) * (8 * 576 + 2 * 1536)
+    assert large.disk_bytes == small.disk_bytes > 113_924_736
