@@ -27,6 +27,7 @@ from pipeline.models.child import run_module
 from pipeline.models.prepare import replace_folder
 from pipeline.quantize.calibration import refuse_overlap
 from pipeline.quantize.room import refuse_without_room
+from pipeline.results import Quantization
 from pipeline.settings.schema import QuantizeRecipe
 
 # glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
@@ -91,7 +92,7 @@ def backend(name: str) -> Backend:
 
 def quantize(
     request: QuantizeRequest, env_python: str | Path, *, log_path: str | Path | None = None
-) -> dict[str, Any]:
+) -> Quantization:
     """Quantize, prove, and only then put the folder in its place. Returns the record for `results/quantize/`.
 
     `env_python` is the interpreter of the backend's environment. Everything happens in a temporary folder
@@ -129,35 +130,49 @@ def quantize(
             environment=chosen.process_environment,
             show_progress=True,
         )
-        size = check_size(request, staging)
+        record = _record(request, chosen.name, staging, made, proven, (started, made_at))
         replace_folder(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    ended = time.monotonic()
-    return {
-        "scheme": request.scheme,
-        "backend": chosen.name,
-        "versions": made["versions"],
-        "recipe": request.recipe.model_dump(mode="json"),
-        "calibration": {
-            "file": str(request.calibration_file),
-            "sha256": sha256_file(request.calibration_file),
-            **made["calibration"],
-        },
-        "heldout": {"file": str(request.heldout_file), "sha256": sha256_file(request.heldout_file)},
-        "device": made["device"],
-        **proven["evidence"],
-        **size,
-        "original_weight_bytes": weight_bytes(request.model_dir),
-        "size_on_disk_bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
-        "wall_s": round(ended - started, 2),
-        "quantize_wall_s": round(made_at - started, 2),
-        "proof_wall_s": round(ended - made_at, 2),
-        **{
-            key: max((part[key] for part in (made, proven) if part[key] is not None), default=None)
-            for key in ("peak_memory_bytes", "peak_device_memory_bytes")
-        },
-    }
+    return record
+
+
+def _record(
+    request: QuantizeRequest,
+    backend_name: str,
+    folder: Path,
+    made: Mapping[str, Any],
+    proven: Mapping[str, Any],
+    marks: tuple[float, float],
+) -> Quantization:
+    """The record of a finished `folder`; `marks` are the monotonic times of the start and of the proof's start."""
+    (started, made_at), ended = marks, time.monotonic()
+    return Quantization.model_validate(
+        {
+            "scheme": request.scheme,
+            "backend": backend_name,
+            "versions": made["versions"],
+            "recipe": request.recipe.model_dump(mode="json"),
+            "calibration": {
+                "file": str(request.calibration_file),
+                "sha256": sha256_file(request.calibration_file),
+                **made["calibration"],
+            },
+            "heldout": {"file": str(request.heldout_file), "sha256": sha256_file(request.heldout_file)},
+            "device": made["device"],
+            **proven["evidence"],
+            **check_size(request, folder),
+            "original_weight_bytes": weight_bytes(request.model_dir),
+            "size_on_disk_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+            "wall_s": round(ended - started, 2),
+            "quantize_wall_s": round(made_at - started, 2),
+            "proof_wall_s": round(ended - made_at, 2),
+            **{
+                key: max((part[key] for part in (made, proven) if part[key] is not None), default=None)
+                for key in ("peak_memory_bytes", "peak_device_memory_bytes")
+            },
+        }
+    )
 
 
 def check_size(request: QuantizeRequest, folder: Path) -> dict[str, int]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserInputError
-from pipeline.files import read_json
-from pipeline.results import AnyRecord, Environment, Measurement, Plan, Quality, Verdict, load
+from pipeline.results import AnyRecord, Environment, Measurement, Plan, Quality, Quantization, Verdict, load
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class ResultBundle:
     plan: Plan
     measurements: Mapping[str, Measurement | None]
     qualities: Mapping[str, Quality | None]
-    quantizations: Mapping[str, Mapping[str, Any]]
+    quantizations: Mapping[str, Quantization]
     """Weights scheme -> `results/quantize/<scheme>.json`."""
     environment: Environment
     timelines: Mapping[str, list[dict[str, Any]]]
@@ -52,7 +51,9 @@ def load_bundle(folder: str | Path, facts: Mapping[str, Any]) -> ResultBundle:
             name: _optional(root / "measure" / f"{name}.json", Measurement) for name in verdict.variants
         },
         qualities={name: _optional(root / "quality" / f"{name}.json", Quality) for name in verdict.variants},
-        quantizations={path.stem: read_json(path) for path in sorted((root / "quantize").glob("*.json"))},
+        quantizations={
+            path.stem: load(path, Quantization) for path in sorted((root / "quantize").glob("*.json"))
+        },
         environment=load(root / "environment.json", Environment),
         timelines={name: _timeline(root / "measure", name) for name in verdict.variants},
         facts=facts,

@@ -11,9 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.drawing import Canvas, Plot
 from pipeline.report.load_plots import load_plots
-from pipeline.report.palette import BAND, INK, LIMIT, MUTED, SERIES, SURFACE, Styles
+from pipeline.report.palette import BAND, INK, LIMIT, MARKERS, MUTED, SERIES, SURFACE, Styles
 from pipeline.report.reading import fitting_sequences, required_sequences
-from pipeline.report.sections.quantization import dig, proven_schemes
 from pipeline.report.wording import count, points, points_interval
 from pipeline.results import Capacity, QualityDelta
 
@@ -147,31 +146,32 @@ def _forest_axes(axes: Axes, variants: list[str], known: list[QualityDelta]) -> 
 
 
 def layer_errors(bundle: ResultBundle) -> list[Plot]:
-    """Effective weight error by layer, one plot per scheme."""
-    drawn = []
-    for index, (scheme, record) in enumerate(proven_schemes(bundle).items()):
-        errors = dig(record, "effective_error", "per_layer")
-        if not isinstance(errors, list) or not errors:
-            continue
-        mean, worst = (
-            dig(record, "effective_error", "mean"),
-            dig(record, "effective_error", "worst", "module"),
-        )
-        note = f"Mean over a layer's modules. Worst single module: {worst}." if worst else ""
-        title = f"{scheme}: effective weight error by layer (%)"
-        with Canvas(f"errors-{index}", title, width=WIDE_INCHES, height=2.3, note=note) as canvas:
-            axes = canvas.axes
-            bars = axes.bar(
-                range(len(errors)), [100 * error for error in errors], width=0.72, color=SERIES[0]
+    """Effective weight error by layer, a line per scheme, between the limits of a layer."""
+    drawn = {scheme: record for scheme, record in bundle.quantizations.items() if record.bits < 16}
+    if not drawn:
+        return []
+    note = "Mean over a layer's modules, AWQ's scale folding undone. Dashed: what a layer may have."
+    title = "Effective weight error by layer (%)"
+    with Canvas("errors", title, width=WIDE_INCHES, height=2.6, note=note) as canvas:
+        axes = canvas.axes
+        for index, (scheme, record) in enumerate(drawn.items()):
+            errors = record.effective_error.per_layer
+            axes.plot(
+                range(len(errors)),
+                [100 * error for error in errors],
+                marker=MARKERS[index % len(MARKERS)],
+                color=SERIES[index % len(SERIES)],
+                label=scheme,
             )
-            for layer, (bar, error) in enumerate(zip(bars, errors, strict=True)):
-                bar.set_gid(canvas.tip(f"layer {layer}: {100 * error:.1f} %"))
-            if mean is not None:
-                axes.axhline(100 * mean, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
-                _beside(axes, f"mean {100 * mean:.1f}", (len(errors) - 0.4, 100 * mean), (2, 8), color=MUTED)
-            axes.set_xlim(-0.8, len(errors) * 1.07)
-            axes.set_xlabel("layer")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid(axis="x", visible=False)
-            drawn.append(canvas.plot())
-    return drawn
+            for layer, error in enumerate(errors):
+                point = axes.plot(layer, 100 * error, "o", markersize=9, alpha=0)[0]
+                point.set_gid(canvas.tip(f"{scheme}, layer {layer}: {100 * error:.1f} %"))
+        for limit in sorted(
+            {end for record in drawn.values() for end in record.effective_error.layer_range or ()}
+        ):
+            axes.axhline(100 * limit, color=LIMIT, linestyle=LIMIT_DASHES, linewidth=1.2)
+        axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return [canvas.plot()]

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import UserInputError
-from pipeline.files import write_json
 from pipeline.quality.tasks import refuse_leaks
 from pipeline.quantize.base import QuantizeRequest, backend, quantize
+from pipeline.results import save
 from pipeline.settings import Settings
 from pipeline.stages.context import LOGS, RESULTS, WEIGHTS, python_of, stage_main, weights_folder
 
@@ -32,10 +32,8 @@ def run(settings: Settings, scheme: str) -> None:
     )
     python = python_of(settings, backend(recipe.backend).environment)
     record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")
-    write_json(RESULTS / "quantize" / f"{scheme}.json", record)
-    print(
-        f"{scheme}: perplexity x{record['perplexity']['ratio']:.3f}, {record['weight_bytes'] / 1024**2:.1f} MiB"
-    )
+    save(RESULTS / "quantize" / f"{scheme}.json", record)
+    print(f"{scheme}: perplexity x{record.perplexity.ratio:.3f}, {record.weight_bytes / 1024**2:.1f} MiB")
 
 
 if __name__ == "__main__":

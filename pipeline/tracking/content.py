@@ -111,6 +111,27 @@ def verdict_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
     return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
+def proof_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
+    """The proofs of all weights schemes side by side, column by column; empty where nothing was quantized."""
+    rows = [
+        {
+            "scheme": scheme,
+            "backend": record.backend,
+            "format": record.format,
+            "bits": record.bits,
+            "group_size": record.group_size,
+            "worst_layer": record.effective_error.worst_layer.layer,
+            "worst_module": record.effective_error.worst.module,
+            "original_perplexity": record.perplexity.original,
+            "calibration_sha256": record.calibration.sha256,
+            "weight_bytes": record.weight_bytes,
+            **_quantization_figures(bundle, scheme),
+        }
+        for scheme, record in bundle.quantizations.items()
+    ]
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
 def gate_columns(result: VariantVerdict) -> dict[str, list[Any]]:
     """A variant's gates, column by column."""
     keys = ("name", "decision", "value", "limit", "unit", "gating", "why")
@@ -182,8 +203,14 @@ def _variant_params(bundle: ResultBundle, variant: str) -> dict[str, str]:
             "max_model_len": row.capacity.max_model_len,
             "block_size": row.capacity.block_size,
         }
-        recipe = bundle.quantizations.get(row.weights, {}).get("recipe") or {}
-        params |= {f"quantizer.{key}": value for key, value in recipe.items()}
+        quantized = bundle.quantizations.get(row.weights)
+        if quantized is not None:
+            params |= {f"quantizer.{key}": value for key, value in quantized.recipe.items()}
+            params |= {
+                "quantizer.format": quantized.format,
+                "quantizer.calibration_sha256": quantized.calibration.sha256,
+                "quantizer.chat_template": quantized.calibration.chat_template,
+            }
     if origin is not None:
         params |= {
             "attention_backend": origin.attention_backend,
@@ -211,6 +238,12 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
     yield from _points(card_figures(result.provenance))
     if row is not None:
         yield from _points({"weight_bytes": row.weight_bytes, **_quantization_figures(bundle, row.weights)})
+        if row.weights in bundle.quantizations:
+            errors = bundle.quantizations[row.weights].effective_error.per_layer
+            yield from (
+                MetricPoint("proof/effective_error_by_layer", error, layer)
+                for layer, error in enumerate(errors)
+            )
     if result.throughput is not None:
         yield from _points(
             {
@@ -296,13 +329,24 @@ def _divergence_figures(result: VariantVerdict) -> dict[str, float | None]:
 
 
 def _quantization_figures(bundle: ResultBundle, scheme: str) -> dict[str, float | None]:
-    record = bundle.quantizations.get(scheme, {})
-    perplexity, error = record.get("perplexity") or {}, record.get("effective_error") or {}
+    record = bundle.quantizations.get(scheme)
+    if record is None:
+        return {}
+    perplexity, error = record.perplexity, record.effective_error
     return {
-        "perplexity_ratio": perplexity.get("ratio"),
-        "perplexity_quantized": perplexity.get("quantized"),
-        "effective_error_mean": error.get("mean"),
-        "quantize_wall_s": record.get("wall_s"),
+        "perplexity_ratio": perplexity.ratio,
+        "perplexity_quantized": perplexity.quantized,
+        "proof/round_to_nearest_ratio": perplexity.round_to_nearest,
+        "proof/share_of_rounding_loss": perplexity.share_of_rounding_loss,
+        "effective_error_mean": error.mean,
+        "proof/effective_error_worst_layer": error.worst_layer.value,
+        "proof/effective_error_worst_module": error.worst.value,
+        "proof/quantized_modules": record.quantized_modules.found,
+        "proof/predicted_weight_bytes": record.predicted_weight_bytes,
+        "proof/calibration_tokens": record.calibration.effective_tokens,
+        "quantize_wall_s": record.wall_s,
+        "proof/peak_memory_bytes": record.peak_memory_bytes,
+        "proof/peak_device_memory_bytes": record.peak_device_memory_bytes,
     }
 
 

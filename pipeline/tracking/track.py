@@ -19,6 +19,7 @@ from pipeline.tracking.content import (
     comparison_content,
     flip_columns,
     gate_columns,
+    proof_columns,
     variant_content,
     verdict_columns,
 )
@@ -158,6 +159,8 @@ def _write(
         parent = begun[COMPARISON] = _begin(client, experiment_id, comparison, shared)
         _log(client, parent, comparison, artifacts.get(COMPARISON, {}))
         client.log_table(parent, verdict_columns(bundle), "verdict_table.json")
+        if proofs := proof_columns(bundle):
+            client.log_table(parent, proofs, "quantization_proof.json")
         # The runs page lists the newest first: begun last to first, the reference stands on top.
         for variant in reversed(bundle.variants):
             content = variant_content(bundle, variant)

@@ -21,6 +21,7 @@ from pipeline.models.prepare import prepare
 from pipeline.models.source import LocalSource
 from pipeline.quantize import autoawq
 from pipeline.quantize.base import QuantizeRequest, quantize
+from pipeline.results import ModuleCount, Quantization
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.environments import environment_python
 from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, prose, write_model, write_texts
@@ -53,37 +54,31 @@ def make_request(folder: Path, config: dict[str, Any], recipe: QuantizeRecipe = 
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizeRequest, dict[str, Any]]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizeRequest, Quantization]:
     """A quantized tiny Llama and its record."""
     folder = tmp_path_factory.mktemp("sound")
     request = make_request(folder, LLAMA)
     return request, quantize(request, environment_python("autoawq"), log_path=folder / "quantize.log")
 
 
-def test_record_says_what_was_done(sound: tuple[QuantizeRequest, dict[str, Any]]) -> None:
+def test_record_says_what_was_done(sound: tuple[QuantizeRequest, Quantization]) -> None:
     request, record = sound
-    assert record["quantized_modules"] == {"expected": 14, "found": 14, "missing": []}
-    assert (record["bits"], record["group_size"], record["zero_point"]) == (4, 64, True)
-    assert record["calibration"]["effective_samples"] == 4
-    assert record["calibration"]["effective_tokens"] == 512
-    assert len(record["effective_error"]["per_layer"]) == 2
-    assert 0.02 < record["effective_error"]["mean"] < record["effective_error"]["worst"]["value"] < 0.35
-    assert (
-        record["effective_error"]["worst_layer"]["value"]
-        == max(record["effective_error"]["per_layer"])
-        < 0.20
-    )
-    assert record["unquantized_modules"] == {
+    assert record.quantized_modules == ModuleCount(expected=14, found=14, missing=[])
+    assert record.unquantized_modules == {
         "lm_head": "shares model.embed_tokens",
         "model.embed_tokens": "float32",
     }
-    assert record["perplexity"]["ratio"] < 1.2
-    assert record["perplexity"]["round_to_nearest"] > 1.0
-    assert record["predicted_weight_bytes"] == record["weight_bytes"]
-    assert record["peak_memory_bytes"] > 2**27 and record["peak_device_memory_bytes"] is None
-    assert record["versions"]["autoawq"] == "0.2.9"
-    assert 0 < record["weight_bytes"] < record["original_weight_bytes"]
-    assert json.loads(json.dumps(record)) == record
+    assert (record.bits, record.group_size, record.zero_point) == (4, 64, True)
+    assert (record.calibration.effective_samples, record.calibration.effective_tokens) == (4, 512)
+    error = record.effective_error
+    assert len(error.per_layer) == 2 and error.worst_layer.value == max(error.per_layer) < 0.20
+    assert 0.02 < error.mean < error.worst.value < 0.35
+    assert 1.0 < record.perplexity.ratio < 1.2
+    assert record.perplexity.round_to_nearest is not None and record.perplexity.round_to_nearest > 1.0
+    assert record.versions["autoawq"] == "0.2.9"
+    assert 0 < record.weight_bytes == record.predicted_weight_bytes < record.original_weight_bytes
+    assert record.peak_memory_bytes > 2**27 and record.peak_device_memory_bytes is None
+    assert Quantization.model_validate_json(record.model_dump_json()) == record
     config = json.loads((request.out_dir / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "awq"
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 50000.0
@@ -95,7 +90,7 @@ def test_other_geometries_pass_too(tmp_path: Path, config: dict[str, Any]) -> No
     record = quantize(
         make_request(tmp_path, config), environment_python("autoawq"), log_path=tmp_path / "log"
     )
-    assert record["quantized_modules"]["found"] == 14
+    assert record.quantized_modules.found == 14
 
 
 def prove(request: QuantizeRequest, log: Path) -> dict[str, Any]:
@@ -166,7 +161,7 @@ def other_embedding(tensors: Tensors) -> None:
     ],
 )
 def test_broken_checkpoint_fails_the_proof(
-    sound: tuple[QuantizeRequest, dict[str, Any]],
+    sound: tuple[QuantizeRequest, Quantization],
     tmp_path: Path,
     change: Callable[[Tensors], None],
     message: str,
@@ -176,7 +171,7 @@ def test_broken_checkpoint_fails_the_proof(
 
 
 def test_zero_quantized_layers_fail_the_proof(
-    sound: tuple[QuantizeRequest, dict[str, Any]], tmp_path: Path
+    sound: tuple[QuantizeRequest, Quantization], tmp_path: Path
 ) -> None:
     """The original weights under a config that claims AWQ: an engine might even serve that."""
     request = sound[0]
@@ -188,7 +183,7 @@ def test_zero_quantized_layers_fail_the_proof(
 
 
 def test_other_group_size_than_the_recipe_fails_the_proof(
-    sound: tuple[QuantizeRequest, dict[str, Any]], tmp_path: Path
+    sound: tuple[QuantizeRequest, Quantization], tmp_path: Path
 ) -> None:
     request = sound[0]
     asked = request.model_copy(update={"recipe": request.recipe.model_copy(update={"group_size": 32})})
@@ -199,7 +194,7 @@ def test_other_group_size_than_the_recipe_fails_the_proof(
 
 
 def test_perplexity_gate_stands_on_its_own(
-    sound: tuple[QuantizeRequest, dict[str, Any]], tmp_path: Path
+    sound: tuple[QuantizeRequest, Quantization], tmp_path: Path
 ) -> None:
     """With the weight gate wide open the text alone must tell."""
 
@@ -215,7 +210,7 @@ def test_perplexity_gate_stands_on_its_own(
         prove(broken, tmp_path / "log")
 
 
-def test_layer_gate_stands_on_its_own(sound: tuple[QuantizeRequest, dict[str, Any]], tmp_path: Path) -> None:
+def test_layer_gate_stands_on_its_own(sound: tuple[QuantizeRequest, Quantization], tmp_path: Path) -> None:
     """A quarter off in every module of a layer is in no module's way, but no layer is so bad."""
 
     def louder(tensors: Tensors) -> None:
@@ -282,5 +277,5 @@ def test_killed_run_leaves_nothing_that_could_be_taken_for_whole(tmp_path: Path)
         process.wait()
     assert partial.is_dir() and not request.out_dir.exists()
     record = quantize(request, environment_python("autoawq"), log_path=tmp_path / "log")
-    assert record["quantized_modules"]["found"] == 14
+    assert record.quantized_modules.found == 14
     assert request.out_dir.is_dir() and not list(tmp_path.glob(".*partial"))

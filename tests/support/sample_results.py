@@ -15,27 +15,36 @@ from typing import Any
 
 from pipeline.report.bundle import ResultBundle
 from pipeline.results import (
+    CalibrationUsed,
     Capacity,
     Decision,
     Distribution,
     Divergence,
+    EffectiveError,
     Environment,
     Estimate,
     FillTest,
+    FiniteScan,
     Gate,
+    LayerError,
     LoadLevel,
     Measurement,
+    ModuleCount,
+    ModuleError,
     Plan,
     PlanRow,
     Provenance,
     Quality,
     QualityDelta,
+    Quantization,
+    QuantizedPerplexity,
     Sample,
     SliceScore,
     SloSearch,
     SteadyWindow,
     TaskFormat,
     TaskScores,
+    TextFile,
     Throughput,
     VariantVerdict,
     Verdict,
@@ -106,7 +115,7 @@ def sample_results(missing: frozenset[str] = frozenset()) -> ResultBundle:
         plan=plan(),
         measurements=measurements,
         qualities=qualities,
-        quantizations={"awq": quantization()},
+        quantizations={"awq": quantization(), "awq-lc": quantization("awq-lc", "llmcompressor")},
         environment=environment(),
         timelines={name: [] if name in missing else timeline(name) for name in SHAPES},
         facts={
@@ -618,52 +627,65 @@ def _latency_gate(measured: Measurement | None) -> Gate:
     )
 
 
-def quantization() -> dict[str, Any]:
-    """What `results/quantize/awq.json` holds."""
-    rng = random.Random(11)
+def quantization(scheme: str = "awq", backend: str = "autoawq") -> Quantization:
+    """What `results/quantize/<scheme>.json` holds."""
+    rng = random.Random(scheme)
     per_layer = [round(0.085 + 0.0011 * layer + rng.uniform(-0.008, 0.012), 5) for layer in range(30)]
     digest = hashlib.sha256(b"calibration").hexdigest()
-    return {
-        "scheme": "awq",
-        "backend": "autoawq",
-        "versions": {"autoawq": "0.2.9", "torch": "2.13.0", "transformers": "4.51.3"},
-        "recipe": {"backend": "autoawq", "bits": 4, "group_size": 64, "zero_point": True, "samples": 8},
-        "calibration": {
-            "file": "evalsets/calibration/calibration.jsonl",
-            "sha256": digest,
-            "texts": 128,
-            "effective_samples": 8,
-            "effective_tokens": 1024,
-            "sequence_tokens": 128,
-        },
-        "heldout": {"file": "evalsets/calibration/heldout.jsonl", "sha256": digest[::-1]},
-        "device": "cpu",
-        "bits": 4,
-        "group_size": 64,
-        "zero_point": True,
-        "quantized_modules": {"expected": 210, "found": 210, "missing": []},
-        "nan_inf": {"tensors_scanned": 271, "found": 0},
-        "effective_error": {
-            "per_layer": per_layer,
-            "worst": {"module": "model.layers.27.self_attn.k_proj", "value": 0.1487},
-            "mean": round(sum(per_layer) / len(per_layer), 5),
-        },
-        "perplexity": {
-            "original": 18.42,
-            "quantized": 21.37,
-            "ratio": 1.16015,
-            "limit": 1.25,
-            "heldout_tokens": 6132,
-            "window_tokens": 512,
-        },
-        "weight_bytes": 117_300_000,
-        "original_weight_bytes": 269_060_000,
-        "size_on_disk_bytes": 121_000_000,
-        "wall_s": 136.2,
-        "quantize_wall_s": 96.2,
-        "proof_wall_s": 40.0,
-        "peak_memory_bytes": 2_400_000_000,
-    }
+    worst = max(range(30), key=lambda layer: per_layer[layer])
+    return Quantization(
+        scheme=scheme,
+        backend=backend,
+        versions={backend: "0.2.9", "torch": "2.13.0", "transformers": "4.51.3"},
+        recipe={"backend": backend, "bits": 4, "group_size": 64, "zero_point": True, "samples": 8},
+        calibration=CalibrationUsed(
+            file="evalsets/calibration/calibration.jsonl",
+            sha256=digest,
+            texts=128,
+            chats=0,
+            chat_template=False,
+            available_tokens=37_487,
+            effective_samples=8,
+            effective_tokens=1024,
+            sequence_tokens=128,
+        ),
+        heldout=TextFile(file="evalsets/calibration/heldout.jsonl", sha256=digest[::-1]),
+        device="cpu",
+        format="awq" if backend == "autoawq" else "compressed-tensors",
+        bits=4,
+        group_size=64,
+        zero_point=True,
+        quantized_modules=ModuleCount(expected=210, found=210, missing=[]),
+        unquantized_modules={"lm_head": "shares model.embed_tokens", "model.embed_tokens": "bfloat16"},
+        nan_inf=FiniteScan(tensors_scanned=271, found=0),
+        effective_error=EffectiveError(
+            per_layer=per_layer,
+            layer_range=(0.05, 0.20),
+            worst_layer=LayerError(layer=worst, value=per_layer[worst]),
+            worst=ModuleError(module="model.layers.27.self_attn.k_proj", value=0.1487),
+            mean=round(sum(per_layer) / len(per_layer), 5),
+        ),
+        perplexity=QuantizedPerplexity(
+            original=18.42,
+            quantized=21.37,
+            ratio=1.16015,
+            limit=1.25,
+            round_to_nearest=1.3427,
+            share_of_rounding_loss=0.4673,
+            share_of_rounding_loss_limit=0.5,
+            heldout_tokens=6132,
+            window_tokens=512,
+        ),
+        weight_bytes=117_300_000,
+        predicted_weight_bytes=117_290_000,
+        original_weight_bytes=269_060_000,
+        size_on_disk_bytes=121_000_000,
+        wall_s=136.2,
+        quantize_wall_s=96.2,
+        proof_wall_s=40.0,
+        peak_memory_bytes=2_400_000_000,
+        peak_device_memory_bytes=None,
+    )
 
 
 def environment() -> Environment:

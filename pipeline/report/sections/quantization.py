@@ -1,19 +1,19 @@
-"""Proof that the quantized weights are what was asked for and still the model."""
+"""Proof that the quantized weights are what was asked for and still the model, all schemes and backends side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.sections.base import Section
 from pipeline.report.table import Cell, Column, Table, figure, name, words
-from pipeline.report.wording import NOT_MEASURED, count, listing, mebibytes, number, percent, seconds
+from pipeline.report.wording import count, listing, mebibytes, number, percent, seconds
+from pipeline.results import Quantization
 
 
 def section(bundle: ResultBundle) -> Section:
     """One column per scheme."""
-    schemes = proven_schemes(bundle)
+    schemes = bundle.quantizations
     if not schemes:
         return Section("quantization", "Quantization", ["No quantized weights are part of this run."])
     return Section(
@@ -21,117 +21,117 @@ def section(bundle: ResultBundle) -> Section:
         "Quantization",
         [
             "Read back from the finished checkpoint: which modules are really quantized, how far the effective weights "
-            "are from the original ones (AWQ's scale folding undone), and perplexity on text that calibration never saw."
+            "are from the original ones (AWQ's scale folding undone), and perplexity on text that calibration never saw, "
+            "beside that of weights which are merely rounded at the same bits and group size."
         ],
         [proof_table(schemes)],
     )
 
 
-def proven_schemes(bundle: ResultBundle) -> dict[str, Mapping[str, Any]]:
-    """Schemes that were really quantized; BF16 weights have nothing to prove."""
-    return {
-        scheme: record
-        for scheme, record in sorted(bundle.quantizations.items())
-        if record.get("bits") is not None or record.get("perplexity") is not None
-    }
-
-
-def dig(record: Mapping[str, Any], *path: str) -> Any:
-    """The value at a path of keys, or None where any step is missing."""
-    value: Any = record
-    for key in path:
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value
-
-
-def proof_table(schemes: Mapping[str, Mapping[str, Any]]) -> Table:
+def proof_table(schemes: Mapping[str, Quantization]) -> Table:
     """Figures down, schemes across."""
-    labels: dict[str, Callable[[Mapping[str, Any]], Cell]] = {
+    labels: dict[str, Callable[[Quantization], Cell]] = {
         "Backend": _backend,
-        "Bits, group size, zero point": _format,
+        "Checkpoint": _format,
         "Quantized modules": _modules,
-        "Perplexity, original": lambda record: figure(number(dig(record, "perplexity", "original"))),
+        "Left as they are": _left,
+        "Perplexity, original": lambda record: figure(number(record.perplexity.original)),
         "Perplexity, quantized": _perplexity,
         "Perplexity ratio": _ratio,
-        "Effective weight error, mean": lambda record: figure(
-            percent(dig(record, "effective_error", "mean"))
+        "Ratio of merely rounded weights": lambda record: figure(
+            number(record.perplexity.round_to_nearest, 3)
         ),
-        "Effective weight error, worst module": _worst,
-        "NaN or infinite values": _non_finite,
-        "Calibration": _calibration,
+        "Share of rounding's loss": _share,
+        "Effective weight error, mean": lambda record: figure(percent(record.effective_error.mean)),
+        "Effective weight error, worst layer": _worst_layer,
+        "Effective weight error, worst module": lambda record: figure(
+            percent(record.effective_error.worst.value), note=record.effective_error.worst.module
+        ),
+        "NaN or infinite values": lambda record: figure(
+            count(record.nan_inf.found), note=f"{record.nan_inf.tensors_scanned:,} tensors scanned"
+        ),
         "Weights size": _size,
-        "Time": lambda record: figure(seconds(record.get("wall_s"))),
-        "Peak memory": lambda record: figure(mebibytes(record.get("peak_memory_bytes"))),
+        "Calibration": _calibration,
+        "Search": _search,
+        "Time": lambda record: figure(
+            seconds(record.wall_s), note=f"of which {seconds(record.proof_wall_s)} for the proof"
+        ),
+        "Peak memory": _memory,
     }
     rows = [[name(label), *[cell(record) for record in schemes.values()]] for label, cell in labels.items()]
     return Table("Quantization proof", [Column("Figure"), *[Column(scheme) for scheme in schemes]], rows)
 
 
-def _backend(record: Mapping[str, Any]) -> Cell:
-    versions = record.get("versions") or {}
-    return words(
-        record.get("backend"), note=", ".join(f"{package} {version}" for package, version in versions.items())
+def _backend(record: Quantization) -> Cell:
+    versions = (f"{package} {version}" for package, version in record.versions.items())
+    return words(record.backend, note=", ".join(versions))
+
+
+def _format(record: Quantization) -> Cell:
+    if record.group_size is None:
+        return Cell(f"{record.bits} bit", note=record.format)
+    kind = "with zero points" if record.zero_point else "symmetric"
+    return Cell(f"{record.bits} bit, groups of {record.group_size}, {kind}", note=record.format)
+
+
+def _modules(record: Quantization) -> Cell:
+    found = record.quantized_modules
+    note = f"missing: {listing(found.missing[:3])}" if found.missing else ""
+    return figure(f"{found.found:,} of {found.expected:,}", note=note)
+
+
+def _left(record: Quantization) -> Cell:
+    """The matrices by name where they are few; all of a model's would be a column of their own."""
+    left = record.unquantized_modules
+    if len(left) > 4:
+        return Cell(f"all {len(left)} matrices")
+    return words(", ".join(left), note=", ".join(left.values()))
+
+
+def _perplexity(record: Quantization) -> Cell:
+    found = record.perplexity
+    return figure(number(found.quantized), note=f"on {found.heldout_tokens:,} held-out tokens")
+
+
+def _ratio(record: Quantization) -> Cell:
+    return figure(number(record.perplexity.ratio, 3), note=f"limit {number(record.perplexity.limit, 2)}")
+
+
+def _share(record: Quantization) -> Cell:
+    limit = record.perplexity.share_of_rounding_loss_limit
+    note = "" if limit is None else f"limit {percent(limit, 0)}"
+    return figure(percent(record.perplexity.share_of_rounding_loss, 0), note=note)
+
+
+def _worst_layer(record: Quantization) -> Cell:
+    worst, allowed = record.effective_error.worst_layer, record.effective_error.layer_range
+    within = "" if allowed is None else f", allowed {percent(allowed[0], 0)} to {percent(allowed[1], 0)}"
+    return figure(percent(worst.value), note=f"layer {worst.layer}{within}")
+
+
+def _size(record: Quantization) -> Cell:
+    return figure(
+        mebibytes(record.weight_bytes),
+        note=f"planned {mebibytes(record.predicted_weight_bytes)}, from {mebibytes(record.original_weight_bytes)}",
     )
 
 
-def _format(record: Mapping[str, Any]) -> Cell:
-    parts = [record.get("bits"), record.get("group_size"), record.get("zero_point")]
-    if all(part is None for part in parts):
-        return words(None)
-    zero_point = NOT_MEASURED if parts[2] is None else "yes" if parts[2] else "no"
-    return Cell(f"{parts[0]} bit, {parts[1]}, {zero_point}")
-
-
-def _modules(record: Mapping[str, Any]) -> Cell:
-    found, expected = dig(record, "quantized_modules", "found"), dig(record, "quantized_modules", "expected")
-    if found is None or expected is None:
-        return words(None)
-    missing = dig(record, "quantized_modules", "missing") or []
-    return figure(f"{found:,} of {expected:,}", note=f"missing: {listing(missing[:3])}" if missing else "")
-
-
-def _perplexity(record: Mapping[str, Any]) -> Cell:
-    tokens = dig(record, "perplexity", "heldout_tokens")
-    note = "" if tokens is None else f"on {tokens:,} held-out tokens"
-    return figure(number(dig(record, "perplexity", "quantized")), note=note)
-
-
-def _ratio(record: Mapping[str, Any]) -> Cell:
-    limit = dig(record, "perplexity", "limit")
+def _calibration(record: Quantization) -> Cell:
+    used = record.calibration
+    kind = "chat template applied" if used.chat_template else "plain text"
     return figure(
-        number(dig(record, "perplexity", "ratio"), 3),
-        note="" if limit is None else f"limit {number(limit, 2)}",
+        f"{used.effective_tokens:,} tokens",
+        note=f"{used.effective_samples:,} x {used.sequence_tokens:,}, from {used.texts:,} texts with {used.available_tokens:,}; {kind}",
     )
 
 
-def _worst(record: Mapping[str, Any]) -> Cell:
+def _search(record: Quantization) -> Cell:
+    """What was searched beside the scales."""
+    return Cell("scales and clipping" if record.recipe.get("clip_search") else "scales")
+
+
+def _memory(record: Quantization) -> Cell:
+    device = record.peak_device_memory_bytes
     return figure(
-        percent(dig(record, "effective_error", "worst", "value")),
-        note=str(dig(record, "effective_error", "worst", "module") or ""),
-    )
-
-
-def _non_finite(record: Mapping[str, Any]) -> Cell:
-    scanned = dig(record, "nan_inf", "tensors_scanned")
-    return figure(
-        count(dig(record, "nan_inf", "found")), note="" if scanned is None else f"{scanned:,} tensors scanned"
-    )
-
-
-def _calibration(record: Mapping[str, Any]) -> Cell:
-    tokens = dig(record, "calibration", "effective_tokens")
-    if tokens is None:
-        return words(None)
-    samples, texts = dig(record, "calibration", "effective_samples"), dig(record, "calibration", "texts")
-    return figure(
-        f"{tokens:,} tokens used", note=f"{count(samples)} samples packed from {count(texts)} texts"
-    )
-
-
-def _size(record: Mapping[str, Any]) -> Cell:
-    before = record.get("original_weight_bytes")
-    return figure(
-        mebibytes(record.get("weight_bytes")), note="" if before is None else f"from {mebibytes(before)}"
+        mebibytes(record.peak_memory_bytes), note="" if device is None else f"{mebibytes(device)} on the card"
     )

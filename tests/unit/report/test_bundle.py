@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserInputError
-from pipeline.files import write_json, write_text
+from pipeline.files import write_text
 from pipeline.report import ResultBundle, load_bundle
 from pipeline.results import save
 from tests.support.sample_results import sample_results
@@ -28,7 +28,7 @@ def write_results(folder: Path, bundle: ResultBundle) -> None:
         if quality:
             save(folder / "quality" / f"{name}.json", quality)
     for scheme, record in bundle.quantizations.items():
-        write_json(folder / "quantize" / f"{scheme}.json", record)
+        save(folder / "quantize" / f"{scheme}.json", record)
 
 
 @pytest.mark.parametrize("missing", [frozenset(), frozenset({"awq"})])

@@ -88,7 +88,7 @@ def renamed(old: str, new: str) -> ResultBundle:
         plan=plan,
         measurements=swap(dict(source.measurements)),
         qualities=swap(dict(source.qualities)),
-        quantizations={new: {**source.quantizations["awq"], "backend": new}},
+        quantizations={new: source.quantizations["awq"].model_copy(update={"backend": new})},
         environment=source.environment.model_copy(update={"cpu_model": new}),
         timelines=swap(dict(source.timelines)),
         facts={"policy": {new: new}, "variants": {new: new}},

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-from pipeline.tracking.content import comparison_content, flip_columns, variant_content, verdict_columns
+from pipeline.tracking.content import (
+    comparison_content,
+    flip_columns,
+    proof_columns,
+    variant_content,
+    verdict_columns,
+)
 from tests.support.sample_results import LEVELS, SHAPES, sample_results
 
 ALLOWED_KEY = re.compile(r"[\w\-./ ]{1,250}")  # mlflow 3.17 utils/validation.py
@@ -42,7 +48,18 @@ def test_figures_equal_the_results() -> None:
     assert found["divergence/kl"] == result.divergence.kl.value
     assert found["divergence/same_top1_se"] == result.divergence.same_top1.se
     assert found["task/team_demo_short_delta"] == result.quality.delta
-    assert found["perplexity_ratio"] == bundle.quantizations["awq"]["perplexity"]["ratio"]
+    assert found["perplexity_ratio"] == bundle.quantizations["awq"].perplexity.ratio
+    assert found["proof/share_of_rounding_loss"] == 0.4673
+    errors = [
+        p.value for p in variant_content(bundle, "awq").metrics if p.key == "proof/effective_error_by_layer"
+    ]
+    assert errors == bundle.quantizations["awq"].effective_error.per_layer
+
+
+def test_proofs_stand_side_by_side() -> None:
+    columns = proof_columns(sample_results())
+    assert columns["scheme"] == ["awq", "awq-lc"] and columns["backend"] == ["autoawq", "llmcompressor"]
+    assert columns["proof/round_to_nearest_ratio"] == [1.3427, 1.3427]
 
 
 def test_level_figures_carry_the_concurrency_as_step() -> None:
