@@ -2,7 +2,8 @@
 
 The defect: the grid search over scales keeps the original weights as `state_dict()` values moved by `.cpu()`,
 which on a CPU is the same memory, so every trial scales the real weights and the checkpoint babbles. The public
-hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()` returns copies.
+hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()` returns copies, and a search for clipping
+that doesn't take minutes (see `clip_search`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
 def _quantizer_class(progress: Progress) -> type:
     """AutoAWQ's quantizer with the search made safe on a CPU and with progress by layer."""
     from awq.quantize.quantizer import AwqQuantizer
+    from awq.utils.utils import get_best_device
+
+    from pipeline.quantize.clip_search import clip, gram_matrices
 
     class SafeQuantizer(AwqQuantizer):  # type: ignore[misc]
         _layers_begun = 0
@@ -97,6 +101,18 @@ def _quantizer_class(progress: Progress) -> type:
                 return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *rest, **named)
             finally:
                 hook.remove()
+
+        def _search_best_clip(self, layer: Any, named_linears: Any, input_feat: Any) -> list[Any]:
+            """Cut the weights here, since AutoAWQ's own cut knows one absolute value a group, and leave it nothing to do."""
+            device = get_best_device()
+            for name, linear in named_linears.items():
+                # As AutoAWQ: what an error in queries and keys does to attention isn't the error of their outputs.
+                if name.endswith(("q_proj", "k_proj")):
+                    continue
+                inputs = input_feat[name]
+                gram = gram_matrices(inputs.reshape(-1, inputs.shape[-1]).to(device), self.group_size)
+                linear.weight.data = clip(linear.weight.data.to(device), gram, self.w_bit).cpu()
+            return []
 
     return SafeQuantizer
 
