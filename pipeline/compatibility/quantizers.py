@@ -29,9 +29,6 @@ class QuantizerRow:
     inputs_source: str
     outputs_multiple: int
     outputs_source: str
-    clip_outputs_multiple: int | None
-    """Of a module's outputs where the clipping search runs; None: the backend has none (the recipe's schema refuses it)."""
-    clip_source: str
     computes_in: Mapping[str, str]
     """Kind of device -> dtype of the calibration: on a CPU 16 bits have no fast path, so both take twice the model's memory."""
     dtype_source: str
@@ -60,8 +57,6 @@ QUANTIZERS = {
         inputs_source="autoawq 0.2.9, awq/quantize/quantizer.py: pseudo_quantize_tensor",
         outputs_multiple=8,
         outputs_source="autoawq 0.2.9, awq/modules/linear/gemm.py: WQLinear_GEMM packs 8 outputs into a word",
-        clip_outputs_multiple=64,
-        clip_source="autoawq 0.2.9, awq/quantize/quantizer.py: _compute_best_clip works on 64 outputs at a time",
         computes_in={"cpu": "float32", "cuda": "float16"},
         dtype_source="autoawq 0.2.9, awq/models/base.py: torch_dtype may not work with other values than float16",
     ),
@@ -79,8 +74,6 @@ QUANTIZERS = {
         inputs_source="compressed-tensors 0.19.0, quantization/lifecycle/forward_helpers.py",
         outputs_multiple=8,
         outputs_source="compressed-tensors 0.19.0, pack-quantized: zero points packed 8 outputs to a word",
-        clip_outputs_multiple=None,
-        clip_source="llmcompressor 0.14.0.1, modifiers/transform/awq/base.py: scales only",
         computes_in={"cpu": "float32", "cuda": "the checkpoint's dtype"},
         dtype_source="llmcompressor 0.14.0.1, modifiers/transform/awq/base.py: computes in the dtype that was loaded",
     ),
@@ -94,7 +87,6 @@ class Request:
     backend: str
     group_size: int | None
     """None: weights stay at 16 bits, only KV scales are calibrated."""
-    clip_search: bool
     tensor_parallel: int = 1
     """Ranks that the result is served on."""
 
@@ -195,15 +187,6 @@ def _outputs(
                 )
             )
             break
-    clip = row.clip_outputs_multiple
-    if request.clip_search and (wrong := next((s for s in whole if clip and s.outputs % clip), None)):
-        found.append(
-            Refusal(
-                f"the clip search needs a multiple of {clip} outputs, {wrong.name} has {wrong.outputs:g}",
-                "set quantizer.clip_search to false, or use backend llmcompressor",
-                row.clip_source,
-            )
-        )
     return found
 
 

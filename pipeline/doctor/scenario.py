@@ -32,9 +32,7 @@ def check_quantizers(settings: Settings) -> Iterator[Check]:
         yield _unknown("quantizers")
         return
     for scheme, recipe in settings.quantizers.items():
-        asked = Request(
-            recipe.backend, recipe.group_size, recipe.clip_search, settings.server.tensor_parallel
-        )
+        asked = Request(recipe.backend, recipe.group_size, settings.server.tensor_parallel)
         refusals = quantizer_refusals(geometry_of(settings), asked)
         row = QUANTIZERS.get(recipe.backend)
         name = f"quantizer {scheme}"

@@ -203,7 +203,7 @@ def check_request(request: QuantizeRequest) -> None:
     config_path = request.model_dir / "config.json"
     sizes = geometry(read_json(config_path), str(config_path))
     recipe = request.recipe
-    asked = Request(recipe.backend, recipe.group_size, recipe.clip_search, request.tensor_parallel)
+    asked = Request(recipe.backend, recipe.group_size, request.tensor_parallel)
     for refusal in quantizer_refusals(sizes, asked):
         raise UserInputError(f"{config_path}: {refusal}")
     refuse_without_room(sizes, recipe, request.out_dir)

@@ -42,24 +42,21 @@ def cpu(*flags: str) -> Engine:
 @pytest.mark.parametrize("backend", sorted(QUANTIZERS))
 @pytest.mark.parametrize(("model", "group"), [(QWEN, 128), (QWEN, 64), (SMOL, 64), (SMOL, 32)])
 def test_what_runs_is_let_through(backend: str, model: Geometry, group: int) -> None:
-    clips = backend == "autoawq"
-    assert quantizer_refusals(model, Request(backend, group, clips)) == []
+    assert quantizer_refusals(model, Request(backend, group)) == []
 
 
 @pytest.mark.parametrize(
     ("model", "request_", "words", "fix"),
     [
-        (SMOL, Request("autoawq", 128, False), "128 doesn't divide the 576 inputs of self_attn.q_proj", "use group_size 32 or 64"),
+        (SMOL, Request("autoawq", 128), "128 doesn't divide the 576 inputs of self_attn.q_proj", "use group_size 32 or 64"),
         # 3584 inputs of o_proj: 1792 a card on two, a multiple of 128; 448 on eight are not.
-        (QWEN, Request("autoawq", 128, True, 8), "448 inputs of self_attn.o_proj that each of 8 cards holds", "group_size 32 or 64"),
-        (geometry(intermediate_size=1500), Request("llmcompressor", 64, False), "1500 inputs", "keep it in BF16"),
-        (SMOL, Request("autoawq", 64, True, 2), "288 inputs of self_attn.o_proj that each of 2", "use group_size 32"),
-        (SMOL, Request("autoawq", 32, False, 4), "144 inputs", "tensor_parallel below 4"),
-        (geometry(head_dim=60), Request("autoawq", 64, False), "540 inputs of self_attn.o_proj", "keep it in BF16"),
-        (geometry(num_key_value_heads=1, head_dim=32, num_attention_heads=18), Request("autoawq", 64, True),
-         "multiple of 64 outputs, self_attn.k_proj has 32", "backend llmcompressor"),
-        (geometry(architectures=["Gemma2ForCausalLM"]), Request("autoawq", 64, False), "nothing here proves", "Qwen3"),
-        (SMOL, Request("gptq", 64, False), "'gptq' isn't in the compatibility table", "autoawq or llmcompressor"),
+        (QWEN, Request("autoawq", 128, 8), "448 inputs of self_attn.o_proj that each of 8 cards holds", "group_size 32 or 64"),
+        (geometry(intermediate_size=1500), Request("llmcompressor", 64), "1500 inputs", "keep it in BF16"),
+        (SMOL, Request("autoawq", 64, 2), "288 inputs of self_attn.o_proj that each of 2", "use group_size 32"),
+        (SMOL, Request("autoawq", 32, 4), "144 inputs", "tensor_parallel below 4"),
+        (geometry(head_dim=60), Request("autoawq", 64), "540 inputs of self_attn.o_proj", "keep it in BF16"),
+        (geometry(architectures=["Gemma2ForCausalLM"]), Request("autoawq", 64), "nothing here proves", "Qwen3"),
+        (SMOL, Request("gptq", 64), "'gptq' isn't in the compatibility table", "autoawq or llmcompressor"),
     ],
 )  # fmt: skip
 def test_what_does_not_is_refused_with_the_fix(
@@ -73,13 +70,13 @@ def test_what_does_not_is_refused_with_the_fix(
 
 def test_an_architecture_that_no_backend_knows_is_named() -> None:
     model = geometry(architectures=["MixtralForCausalLM"], num_local_experts=8)
-    [refusal] = quantizer_refusals(model, Request("llmcompressor", 64, False))
+    [refusal] = quantizer_refusals(model, Request("llmcompressor", 64))
     assert "llmcompressor has no rules for MixtralForCausalLM" in refusal.what
     assert "LlamaForCausalLM" in refusal.fix
 
 
 def test_calibrating_kv_scales_alone_packs_nothing() -> None:
-    assert quantizer_refusals(geometry(intermediate_size=1500), Request("llmcompressor", None, False)) == []
+    assert quantizer_refusals(geometry(intermediate_size=1500), Request("llmcompressor", None)) == []
 
 
 # --- the engine's weights ---------------------------------------------------------------------------------------
