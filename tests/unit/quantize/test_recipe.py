@@ -150,7 +150,8 @@ def test_size_on_disk_is_held_against_the_planners(tmp_path: Path) -> None:
         backend="llmcompressor", bits=16, group_size=None, calibrate_kv_scales=True, clip_search=False
     )
     found = check_size(request.model_copy(update={"recipe": kept}), request.model_dir)
-    assert found["weight_bytes"] == found["predicted_weight_bytes"]  # in float32, as its source has it
+    # In float32, as its source has it; only the 2 x 2 scales of 2 bytes aren't there.
+    assert found["weight_bytes"] == found["predicted_weight_bytes"] - 8
 
 
 def test_no_room_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

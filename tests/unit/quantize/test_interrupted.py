@@ -1,0 +1,61 @@
+"""A quantization that is killed while it writes leaves nothing that a later stage could take for whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserInputError
+from pipeline.models.check import check_model
+from pipeline.quantize import base
+from pipeline.quantize.base import QuantizeRequest, quantize
+from pipeline.settings.schema import QuantizeRecipe
+from tests.support.patience import wait_until
+from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first run", "over an earlier result"])
+def test_sigkill_leaves_only_what_was_whole(
+    tmp_path: Path, earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = QuantizeRequest(
+        scheme="awq",
+        model_dir=write_model(tmp_path / "model", LLAMA),
+        out_dir=tmp_path / "out",
+        calibration_file=write_texts(tmp_path / "calibration.jsonl", prose(5, seed=1)),
+        heldout_file=write_texts(tmp_path / "heldout.jsonl", prose(5, seed=2)),
+        recipe=QuantizeRecipe(group_size=64),
+    )
+    if earlier:
+        write_model(request.out_dir, LLAMA)
+    asked, half, partial = tmp_path / "request.json", tmp_path / "half", tmp_path / ".out.partial"
+    asked.write_text(request.model_dump_json())
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.half_backend", str(asked)], cwd=ROOT)
+    try:
+        wait_until(half.is_file)
+        child = int(half.read_text())
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    wait_until(lambda: not Path(f"/proc/{child}").exists())  # it dies with its parent, and writes no more
+    assert partial.is_dir() and request.out_dir.is_dir() == earlier
+    with pytest.raises(UserInputError, match="describes"):
+        check_model(partial)
+    if earlier:
+        check_model(request.out_dir)
+
+    def finds_nothing_of_the_killed_run(*_: object, **__: object) -> dict[str, object]:
+        assert not partial.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base, "run_module", finds_nothing_of_the_killed_run)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(request, sys.executable, log_path=tmp_path / "log")
+    assert not partial.exists() and os.path.isdir(request.out_dir) == earlier
