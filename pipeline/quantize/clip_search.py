@@ -6,7 +6,7 @@ and every trial costs group_size products per weight. AutoAWQ (awq 0.2.9, quanti
 same error on 512 of the tokens, token by token, which on two cores takes most of the time of a quantization.
 
 AutoAWQ also cuts both ends of a group at the same absolute value. With a zero point a group's range needn't be centred, so
-here each end is searched on its own: the 10 shrinkages from 0 to 45 % that AutoAWQ tries, in turn until nothing improves.
+here each end is searched on its own, the upper one first: the 10 shrinkages from 0 to 45 % that AutoAWQ tries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 
 SHRINKAGES = tuple(step / 20 for step in range(1, 10))
 """awq 0.2.9, `_compute_best_clip`: n_grid 20, max_shrink 0.5."""
-ROUNDS = 2
-"""Turns at both ends: the best cut of one depends on the other's."""
+ROUNDS = 1
+"""Turns at both ends. Measured on three matrices of the 135M model: the first takes 29 to 35 % of the outputs' error, a second
+another point for twice the time, a third under a tenth of one."""
 ROWS_BYTES = 256 * 1024**2
 """Weights worked on at once, in bytes of fp32."""
 
