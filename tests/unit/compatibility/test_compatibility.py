@@ -176,7 +176,6 @@ def test_every_row_names_file_and_version() -> None:
             quantizer.architectures_source,
             quantizer.inputs_source,
             quantizer.outputs_source,
-            quantizer.clip_source,
             quantizer.dtype_source,
         ):
             assert any(character.isdigit() for character in source) and ("/" in source or ":" in source)
