@@ -18,7 +18,7 @@ def point_at(profile: str, root: Path | None = None) -> None:
     """Make `results` and `artifacts/weights` the profile's. `UserInputError` where something else stands in their place."""
     root = root or Path()
     runs = root / RUNS / profile
-    for folder in (runs, runs / "weights"):
+    for folder in (runs / "weights", runs / "quantize"):  # a profile without quantizers has an empty one
         folder.mkdir(parents=True, exist_ok=True)
     link(root / "results", runs)
     link(root / "artifacts/weights", runs / "weights")

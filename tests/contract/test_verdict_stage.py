@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import UserInputError
 from pipeline.load.records import write_records
 from pipeline.quality.stream import ScoredStream, stream_sha256, write_stream
-from pipeline.results import Verdict, load, save
+from pipeline.results import Quality, Verdict, load, save
 from pipeline.runs import point_at
 from pipeline.settings import load_settings
 from pipeline.stages import verdict
@@ -21,9 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 LOST = 60  # of 300 items: far beyond the demo's margin of 3 points
 
 
+def worse(scored: Quality) -> Quality:
+    """The same run, wrong on the first items that it had right."""
+    right = [index for index, sample in enumerate(scored.samples) if sample.correct][:LOST]
+    samples = [
+        sample.model_copy(update={"correct": sample.correct and index not in right})
+        for index, sample in enumerate(scored.samples)
+    ]
+    return scored.model_copy(update={"samples": samples})
+
+
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sample run's files in a clone, with `awq-fp8kv` wrong on many items that the reference has right."""
+    """The sample run's files in a clone, with `awq-fp8kv` wrong on many items."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     monkeypatch.chdir(tmp_path)
     point_at("demo")
@@ -37,16 +47,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_records(folder / "measure" / f"{name}.requests.parquet", [])
     for name, scored in bundle.qualities.items():
         assert scored is not None
-        if name == "awq-fp8kv":
-            reference = bundle.qualities["bf16"]
-            assert reference is not None
-            right = [index for index, sample in enumerate(reference.samples) if sample.correct][:LOST]
-            samples = [
-                sample.model_copy(update={"correct": sample.correct and index not in right})
-                for index, sample in enumerate(scored.samples)
-            ]
-            scored = scored.model_copy(update={"samples": samples})
-        save(folder / "quality" / f"{name}.json", scored)
+        save(folder / "quality" / f"{name}.json", scored if name != "awq-fp8kv" else worse(scored))
         write_stream(folder / "quality" / f"{name}.logprobs.parquet", ScoredStream(stream_sha256(()), 1, ()))
     config = load_settings(["profile=demo"]).model.config
     (tmp_path / "artifacts/weights/bf16").mkdir()
