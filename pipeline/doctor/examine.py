@@ -32,7 +32,8 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
         found += guarded("GPU", lambda: check_cards(settings, nvml, locked(on_device("serve", "cuda"))))
     gpus = cards_of(settings, nvml)
     found += guarded("CPU", lambda: check_processor(settings, machine))
-    found += guarded("other engine", lambda: check_other_engine(gpus))
+    if gpus or settings.device.kind == "cpu":
+        found += guarded("other engine", lambda: check_other_engine(gpus))
     found += guarded("memory", lambda: check_memory(settings, machine))
     found += guarded("disk", lambda: check_disk(settings))
     found += guarded("ports", check_ports)

@@ -274,7 +274,7 @@ def test_a_nested_text_config_is_read() -> None:
         (SMOLLM2, "int2", 1, "kv_cache_dtype is 'int2'"),
         (SMOLLM2, "fp8_ds_mla", 1, "only latent attention"),
         (ALL["deepseek-v3"], "nvfp4", 1, "latent attention doesn't have"),
-        (ALL["gemma-3-1b"], "turboquant_4bit_nc", 1, "sliding-window"),
+        (ALL["gemma-3-1b"], "turboquant_4bit_nc", 1, "slide a window"),
     ],
 )  # fmt: skip
 def test_layout_refuses_what_the_engine_would(
