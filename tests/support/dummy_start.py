@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.capacity import Geometry
 from pipeline.capacity.reconcile import reconcile
+from pipeline.environments.needed import environments_of
 from pipeline.planning.reconciliation import budget_terms
 from pipeline.planning.record import record_of
 from pipeline.planning.scenario import card_of, row_of
@@ -38,7 +39,7 @@ def write_checkpoints(settings: Settings, folder: Path) -> None:
     awq = [name for name, recipe in settings.quantizers.items() if recipe.backend == "autoawq"]
     for scheme in ("bf16", *awq):
         target = folder / "artifacts" / "weights" / scheme
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         write_tokenizer(target)
         quantization = {}
         if scheme in awq:
@@ -85,6 +86,6 @@ def memory_run(settings: Settings, variant: str, row: PlanRow, server: Server) -
         weight_bytes=row.weight_bytes,
         capacity=row.capacity.model_copy(update={"reported_tokens": tokens, "reported_sequences": sequences}),
         reconciliation=budget_terms(reconcile(card_of(settings), row.weight_bytes, log.memory_gib)),
-        provenance=provenance(server, log, describe_machine()),
+        provenance=provenance(server, log, describe_machine(environments_of(settings))),
         startup_s=server.startup_s,
     )
