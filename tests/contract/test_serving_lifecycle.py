@@ -26,6 +26,7 @@ from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import Server, serve
 from tests.support.mock_vllm import fake_python
 from tests.support.patience import PATIENCE_S, wait_until, wait_until_empty
+from tests.support.processes import is_running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -78,14 +79,6 @@ def marked(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def alive(pid: int) -> bool:
-    """A zombie isn't: it stays until whoever adopted it collects it, which in a container may be nobody."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def wait_until_gone(folder: Path) -> None:
     wait_until_empty(lambda: marked(folder))
 
@@ -118,7 +111,7 @@ def test_serves_then_leaves_nothing(start: Callable[..., Any], tmp_path: Path) -
         )
         assert "CPU KV cache size: 3,584 tokens" in server.log_text()
         pid = server.pid
-    assert not alive(pid)
+    assert not is_running(pid)
     assert marked(tmp_path) == []
 
 
@@ -288,7 +281,7 @@ def test_signal_to_us_ends_the_engine(tmp_path: Path, number: int) -> None:
     process.send_signal(number)
     process.wait(PATIENCE_S)
     wait_until_gone(tmp_path)
-    assert not alive(pid)
+    assert not is_running(pid)
 
 
 def test_kill_of_our_whole_group_ends_the_engine(tmp_path: Path) -> None:
@@ -325,5 +318,5 @@ def test_lease_is_free_again_only_when_a_killed_owners_engine_is_gone(
     process.kill()
     process.wait(PATIENCE_S)
     with start() as server:  # the guard gives the old engine some seconds of grace, and the lease with them
-        assert not alive(pid)
+        assert not is_running(pid)
         assert server.pid != pid

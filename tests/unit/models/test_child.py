@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
 from pipeline.models.child import run_module
 from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.processes import is_running
 
 CHILD = "tests.support.child_module"
 
@@ -73,12 +73,3 @@ def test_child_ends_with_its_parent(tmp_path: Path, sign: signal.Signals) -> Non
         wait_until(lambda: not is_running(child_pid))
     finally:
         parent.kill()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie still has its pid until its reaper collects it.
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -16,6 +16,7 @@ from pipeline.quantize import base
 from pipeline.quantize.base import QuantizeRequest, quantize
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.patience import wait_until
+from tests.support.processes import is_running
 from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
 
 ROOT = Path(__file__).parents[3]
@@ -39,12 +40,11 @@ def test_sigkill_leaves_only_what_was_whole(
     asked.write_text(request.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.support.half_backend", str(asked)], cwd=ROOT)
     try:
-        wait_until(half.is_file)
-        child = int(half.read_text())
+        child = int(wait_until(lambda: half.read_text() if half.is_file() else ""))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    wait_until(lambda: not Path(f"/proc/{child}").exists())  # it dies with its parent, and writes no more
+    wait_until(lambda: not is_running(child))  # it dies with its parent, and writes no more
     assert partial.is_dir() and request.out_dir.is_dir() == earlier
     with pytest.raises(UserInputError, match="describes"):
         check_model(partial)
