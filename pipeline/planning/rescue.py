@@ -18,7 +18,7 @@ from pipeline.compatibility import (
     quantizer_refusals,
     weight_refusals,
 )
-from pipeline.planning.scenario import METHODS, card_of, rules_of, scheme_of
+from pipeline.planning.scenario import card_of, rules_of, scheme_of
 from pipeline.results import Environment
 from pipeline.settings import Settings, VariantSettings
 from pipeline.verdict.ladder import Way
@@ -93,12 +93,9 @@ class ProfileOutlook:
             return f"{way.backend} calibrates no KV scales"
         maker = "llmcompressor" if way.scales == "checkpoint" else way.backend
         if maker is not None:
-            clip = maker == "autoawq" and any(
-                recipe.clip_search for recipe in self._settings.quantizers.values()
-            )
             size = way.group_size if way.bits < 16 else None
             ranks = self._settings.server.tensor_parallel
-            found += quantizer_refusals(self._geometry, Request(maker, size, clip, ranks))
+            found += quantizer_refusals(self._geometry, Request(maker, size, ranks))
             if size is not None:
                 form = QUANTIZERS[maker].scheme_format
                 found += weight_refusals(self._geometry, self._engine, form, size)
@@ -201,7 +198,7 @@ class ProfileOutlook:
             scheme = WeightScheme("fp8", 8)
         else:
             maker = "llmcompressor" if scales else way.backend or "autoawq"
-            scheme = WeightScheme(METHODS[maker], way.bits, way.group_size, True, scales)
+            scheme = WeightScheme(QUANTIZERS[maker].scheme_format, way.bits, way.group_size, True, scales)
         return rank_weight_bytes(self._geometry, scheme, cards)[0]
 
 

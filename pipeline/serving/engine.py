@@ -49,5 +49,5 @@ def check_running(spec: ServeSpec, version: str | None) -> None:
     if version is not None and Version(version).base_version != Version(spec.engine_version).base_version:
         raise EnvironmentUnfitError(
             f"the server of {spec.served_name} says that it is vLLM {version}, but engine_version is {spec.engine_version}: "
-            "remove .venv/serve, `make environments` builds it from its lock"
+            f"remove .venv/{on_device('serve', spec.target)}, `make environments` builds it from its lock"
         )

@@ -12,6 +12,7 @@ import pytest
 from pipeline.planning.rescue import ProfileOutlook, way_of, ways_of
 from pipeline.planning.scenario import geometry_of
 from pipeline.results import Decision, Gpu, Rung
+from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings, load_settings
 from pipeline.verdict.ladder import Known, ladder
 from tests.support import sample_results
@@ -101,6 +102,7 @@ def test_every_command_makes_the_way_that_its_rung_names(profile: str, failed: s
         changed = load_settings([f"profile={profile}"])
         shutil.rmtree("conf")
         shutil.move("kept", "conf")
+        check_engine(changed)  # its flags are known to the locked engine
         assert changed.server.max_model_len == rung.max_model_len
         new = {way_of(changed, variant) for variant in changed.variants.values()} - before
         if rung.max_model_len == settings.server.max_model_len:
