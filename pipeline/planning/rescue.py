@@ -187,9 +187,9 @@ class ProfileOutlook:
         return Setup("", way.kv, max_model_len, utilization, cards, way.skipped)
 
     def _bytes(self, way: Way, cards: int) -> int:
-        if way.weights in self._counted and cards == 1:
-            return self._counted[way.weights]
         if way.weights is not None:
+            if way.weights in self._counted and cards == 1:
+                return self._counted[way.weights]
             return rank_weight_bytes(self._geometry, scheme_of(self._settings, way.weights), cards)[0]
         scales = way.scales == "checkpoint"
         if way.bits == 16:
