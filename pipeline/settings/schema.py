@@ -260,7 +260,7 @@ class QuantizeRecipe(Strict):
         description="believable mean of that error over a layer's modules",
     )
     max_share_of_rounding_loss: float | None = Field(
-        default=1.0,
+        default=None,
         gt=0.0,
         description="limit of (perplexity ratio - 1) over that of plain rounding at the same bits and groups, in the same run; "
         "1: AWQ must not be worse. null: recorded only",
