@@ -1,0 +1,93 @@
+"""The result files' one schema: what a stage writes and the next ones read.
+
+Every published figure lives in one of these models. `None` means "not measured": never zero, never a guess.
+The stages write them with `save`, readers get them back with `load`, so a file that was cut, edited or made by
+another version is refused by name instead of being half understood.
+"""
+
+from pipeline.results.machine import EngineFacts, Environment, Gpu, GpuLoad, GpuMemory, GpuProcess, Provenance
+from pipeline.results.measure import (
+    Distribution,
+    FillTest,
+    LoadLevel,
+    Measurement,
+    MemoryRun,
+    Probe,
+    SloSearch,
+    SteadyWindow,
+)
+from pipeline.results.plan import BudgetTerm, Capacity, HandRow, Plan, PlanRow
+from pipeline.results.quality import Quality, RollingText, Sample, SliceScore, TaskFormat, TaskScores
+from pipeline.results.quantize import (
+    CalibrationUsed,
+    EffectiveError,
+    FiniteScan,
+    LayerError,
+    ModuleCount,
+    ModuleError,
+    Quantization,
+    QuantizedPerplexity,
+    TextFile,
+)
+from pipeline.results.record import AnyRecord, Decision, Record, load, save
+from pipeline.results.verdict import (
+    Divergence,
+    Estimate,
+    Gate,
+    QualityDelta,
+    Rung,
+    Throughput,
+    VariantVerdict,
+    Verdict,
+)
+
+__all__ = [
+    "AnyRecord",
+    "BudgetTerm",
+    "CalibrationUsed",
+    "Capacity",
+    "Decision",
+    "Distribution",
+    "Divergence",
+    "EffectiveError",
+    "EngineFacts",
+    "Environment",
+    "Estimate",
+    "FillTest",
+    "FiniteScan",
+    "Gate",
+    "Gpu",
+    "GpuLoad",
+    "GpuMemory",
+    "GpuProcess",
+    "HandRow",
+    "LayerError",
+    "LoadLevel",
+    "Measurement",
+    "MemoryRun",
+    "ModuleCount",
+    "ModuleError",
+    "Plan",
+    "PlanRow",
+    "Probe",
+    "Provenance",
+    "Quality",
+    "QualityDelta",
+    "Quantization",
+    "QuantizedPerplexity",
+    "Record",
+    "RollingText",
+    "Rung",
+    "Sample",
+    "SliceScore",
+    "SloSearch",
+    "SteadyWindow",
+    "TaskFormat",
+    "TaskScores",
+    "TextFile",
+    "Throughput",
+    "VariantVerdict",
+    "Verdict",
+    "load",
+    "save",
+]

