@@ -103,12 +103,13 @@ def _quantizer_class(progress: Progress) -> type:
                 hook.remove()
 
         def _search_best_clip(self, layer: Any, named_linears: Any, input_feat: Any) -> list[Any]:
-            """Cut the weights here, since AutoAWQ's own cut knows one absolute value a group, and leave it nothing to do."""
+            """Cut the weights here, since AutoAWQ's own cut knows one absolute value a group, and leave it nothing to do.
+
+            AutoAWQ leaves queries and keys whole, as the error of a product of both is "hard to clip precisely". Cutting them
+            too is worth it: plainly rounded and cut, the 135M model's perplexity is x1.093 with them and x1.144 without.
+            """
             device = get_best_device()
             for name, linear in named_linears.items():
-                # As AutoAWQ: what an error in queries and keys does to attention isn't the error of their outputs.
-                if name.endswith(("q_proj", "k_proj")):
-                    continue
                 inputs = input_feat[name]
                 gram = gram_matrices(inputs.reshape(-1, inputs.shape[-1]).to(device), self.group_size)
                 linear.weight.data = clip(linear.weight.data.to(device), gram, self.w_bit).cpu()
