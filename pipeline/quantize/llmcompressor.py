@@ -129,16 +129,18 @@ def _save(model: Any, request: QuantizeRequest) -> None:
     from compressed_tensors import ModelCompressor
 
     dtype = getattr(torch, served_dtype(request.model_dir))
+    # A source in float32 is served in 16 bits too, and the planner reckons with scales of 16.
+    scale_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
 
-    def cast(suffixes: tuple[str, ...]) -> None:
+    def cast(to: torch.dtype, *, scales: bool) -> None:
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if tensor.is_floating_point() and name.endswith(suffixes):
-                    tensor.data = tensor.data.to(dtype)
+                if tensor.is_floating_point() and name.endswith("_scale") == scales:
+                    tensor.data = tensor.data.to(to)
 
-    cast(("_scale",))
+    cast(scale_dtype, scales=True)
     ModelCompressor.from_pretrained_model(model).compress_model(model)
-    cast(("",))
+    cast(dtype, scales=False)
     out = request.out_dir
     model.save_pretrained(str(out))
     dress(request.model_dir, out, read_json(out / "config.json")["quantization_config"])

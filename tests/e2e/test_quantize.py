@@ -90,6 +90,38 @@ def test_other_geometries_pass_too(tmp_path: Path, config: dict[str, Any]) -> No
     assert record.quantized_modules.found == 14
 
 
+def test_llm_compressor_writes_the_same_model_with_scales(tmp_path: Path) -> None:
+    """Heads that aren't shared: AWQ moves factors through v here, and KV scales from before that would not be v's any more."""
+    recipe = RECIPE.model_copy(update={"backend": "llmcompressor", "calibrate_kv_scales": True})
+    request = make_request(tmp_path, LLAMA_MHA, recipe)
+    record = quantize(request, environment_python("llmcompressor"), log_path=tmp_path / "quantize.log")
+    assert (record.backend, record.format, record.bits) == ("llmcompressor", "compressed-tensors", 4)
+    assert record.quantized_modules == ModuleCount(expected=14, found=14, missing=[])
+    assert record.calibration.effective_tokens == 512
+    assert 0.05 < record.effective_error.mean < record.effective_error.worst.value < 0.35
+    assert record.kv_scales is not None and record.kv_scales["layers"] == 2
+    assert record.versions["llmcompressor"] == "0.14.0.1"
+    source, written = (
+        json.loads((folder / "config.json").read_text()) for folder in (request.model_dir, request.out_dir)
+    )
+    assert written.pop("quantization_config")["kv_cache_scheme"]["num_bits"] == 8
+    assert written == source
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (request.out_dir / name).read_bytes() == (request.model_dir / name).read_bytes()
+    with pytest.raises(
+        QuantgateError, match=r"k_scale is in the checkpoint, but the recipe calibrates no KV scales"
+    ):
+        plain = request.model_copy(
+            update={"recipe": recipe.model_copy(update={"calibrate_kv_scales": False})}
+        )
+        run_module(
+            environment_python("llmcompressor"),
+            "pipeline.quantize.proof",
+            plain.model_dump(mode="json"),
+            tmp_path / "log",
+        )
+
+
 def prove(request: QuantizeRequest, log: Path) -> dict[str, Any]:
     return run_module(
         environment_python("autoawq"), "pipeline.quantize.proof", request.model_dump(mode="json"), log
