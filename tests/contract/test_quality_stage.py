@@ -181,7 +181,7 @@ def test_kv_scales_that_the_variant_does_not_mean_stop_both_stages(
     save(f"results/plan/{name}.json", sample_results.plan().rows[-1].model_copy(update={"variant": name}))
     full = settings(profile="demo-full", looks="1")
     for stage in (measure, quality):
-        monkeypatch.setattr(stage, "interpreter", lambda _: python)
+        monkeypatch.setattr(stage, "python_of", lambda *_: python)
     monkeypatch.setattr(measure, "make_driver", lambda *_: SimpleNamespace(session=nullcontext))
     for stage in (measure, quality):
         with pytest.raises(EngineFailedError, match=message) as caught:
