@@ -2,8 +2,8 @@
 
 The defect: the grid search over scales keeps the original weights as `state_dict()` values moved by `.cpu()`,
 which on a CPU is the same memory, so every trial scales the real weights and the checkpoint babbles. The public
-hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()` returns copies, and a search for clipping
-that doesn't take minutes (see `clip_search`).
+hook `quantize(quantizer_cls=...)` lets us hand it a search whose `state_dict()` returns copies. Where the recipe clips, scales
+and clipping are searched together, which doesn't take minutes (see `clip_search`) and loses less than one after the other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import QuantgateError
 from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
@@ -30,6 +31,8 @@ BACKEND = Backend(
     process_environment={**ALLOCATOR_ENVIRONMENT, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
 )
 
+EXPONENTS = (0.0, 0.15, 0.3, 0.45, 0.6)
+"""Powers of the mean input that are tried as scales when weights are clipped too: each takes a clip search."""
 _PACKAGES = ("autoawq", "torch", "transformers", "tokenizers", "safetensors")
 
 
@@ -66,7 +69,7 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
         max_calib_samples=len(pieces),
         max_calib_seq_len=recipe.sequence_tokens,
         apply_clip=recipe.clip_search,
-        quantizer_cls=_quantizer_class(progress),
+        quantizer_cls=_quantizer_class(progress, recipe.clip_search),
     )
     _save(model, request)
     return {
@@ -77,12 +80,12 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _quantizer_class(progress: Progress) -> type:
+def _quantizer_class(progress: Progress, clips: bool) -> type:
     """AutoAWQ's quantizer with the search made safe on a CPU and with progress by layer."""
     from awq.quantize.quantizer import AwqQuantizer
     from awq.utils.utils import get_best_device
 
-    from pipeline.quantize.clip_search import clip, gram_matrices
+    from pipeline.quantize.clip_search import clip, gram_matrices, unscale
 
     class SafeQuantizer(AwqQuantizer):  # type: ignore[misc]
         _layers_begun = 0
@@ -94,13 +97,53 @@ def _quantizer_class(progress: Progress) -> type:
             return super()._get_input_feat(layer, named_linears)
 
         def _compute_best_scale(
-            self, x: Any, w_mean: Any, x_mean: Any, module2inspect: Any, *rest: Any, **named: Any
+            self,
+            x: Any,
+            w_mean: Any,
+            x_mean: Any,
+            module2inspect: Any,
+            linears2scale: Any,
+            fp16_output: Any,
+            kwargs: Any,
         ) -> Any:
-            hook = module2inspect.register_state_dict_post_hook(_copy_state)
+            if not clips:
+                hook = module2inspect.register_state_dict_post_hook(_copy_state)
+                try:
+                    return super()._compute_best_scale(
+                        x, w_mean, x_mean, module2inspect, linears2scale, fp16_output, kwargs
+                    )
+                finally:
+                    hook.remove()
+            return self._scale_for_clipping(x, x_mean, module2inspect, linears2scale, fp16_output, kwargs)
+
+        def _scale_for_clipping(
+            self, x: Any, x_mean: Any, module: Any, linears: Any, wanted: Any, kwargs: Any
+        ) -> Any:
+            """The scales whose *clipped* weights change the module's output least.
+
+            Scales chosen for weights that nobody clips widen the groups that clipping then cuts: on the 135M model that ends at
+            x1.132, this at x1.088, and clipping without scales at x1.093. The exponents go up from 0, which is no scale at all.
+            """
+            gram = gram_matrices(x.reshape(-1, x.shape[-1]), self.group_size)
+            whole = [linear.weight.data for linear in linears]
+            best, least = None, float("inf")
             try:
-                return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *rest, **named)
+                for exponent in EXPONENTS:
+                    scales = x_mean.reshape(-1).float().pow(exponent).clamp(min=1e-4)
+                    scales = scales / (scales.max() * scales.min()).sqrt()
+                    scaled_gram = unscale(gram, scales)
+                    for linear, weight in zip(linears, whole):
+                        cut = clip(weight * scales.to(weight), scaled_gram, self.w_bit)
+                        linear.weight.data = self.pseudo_quantize_tensor(cut)[0] / scales.to(weight)
+                    loss = self._compute_loss(wanted, self._module_forward(x, module, kwargs), x.device)
+                    if loss < least:
+                        best, least = scales, loss
             finally:
-                hook.remove()
+                for linear, weight in zip(linears, whole):
+                    linear.weight.data = weight
+            if best is None:
+                raise QuantgateError("AutoAWQ: no scale gives a finite output; the model overflows its dtype")
+            return best.to(x_mean.dtype).cpu()
 
         def _search_best_clip(self, layer: Any, named_linears: Any, input_feat: Any) -> list[Any]:
             """Cut the weights here, since AutoAWQ's own cut knows one absolute value a group, and leave it nothing to do.

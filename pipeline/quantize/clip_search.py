@@ -28,6 +28,12 @@ def gram_matrices(inputs: torch.Tensor, group_size: int) -> torch.Tensor:
     return groups @ groups.transpose(1, 2) / len(inputs)
 
 
+def unscale(gram: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`gram` of inputs that are divided by `scales` (channels,), as AWQ divides them where it multiplies the weights."""
+    by_group = scales.float().reshape(gram.shape[0], -1)
+    return gram / (by_group.unsqueeze(1) * by_group.unsqueeze(2))
+
+
 def fake_quantize(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, levels: int) -> torch.Tensor:
     """`weight` rounded onto `levels` steps between `low` and `high` (broadcast), with an integer zero point, as AWQ stores it."""
     scales = (high - low).clamp(min=1e-5) / levels
