@@ -84,7 +84,8 @@ def write_model(folder: Path, config: dict[str, Any], weights: dict[str, np.ndar
 def write_bf16_model(folder: Path, config: dict[str, Any]) -> Path:
     """The same for models of any width: BF16, one tensor in memory at a time, readable by every environment.
 
-    A million normal numbers over and over: their count is prime, so no two rows of a tensor are alike.
+    A million normal numbers over and over: their count is prime, so no two rows of a tensor are alike. Each tensor begins at
+    another one: an output head equal to the embedding would be saved as tied to it.
     """
     drawn = 0.02 * np.random.default_rng(0).standard_normal(1_000_003, np.float32)
     shapes = expected_shapes(geometry(config))
@@ -98,11 +99,11 @@ def write_bf16_model(folder: Path, config: dict[str, Any]) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         text = json.dumps(header).encode()
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
+        for number, (name, shape) in enumerate(shapes.items()):
             norm = len(shape) == 1 and not name.endswith(".bias")
             # bfloat16 is the upper half of a float32
             half = ((drawn + np.float32(norm)).view(np.uint32) >> 16).astype(np.uint16)
-            file.write(np.resize(half, math.prod(shape)).tobytes())
+            file.write(np.resize(np.roll(half, 7919 * number), math.prod(shape)).tobytes())
     normalize_folder(folder)
     return folder
 
