@@ -30,7 +30,7 @@ test: environments ## everything, the end-to-end run on the real engine included
 lint: environments
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 
-unit: environments ## pure tests, under a minute
+unit: environments ## pure tests, then those that need PyTorch
 	@$(PYTHON3) -m pipeline.environments serve
 	@$(BIN)/pytest tests/unit; unit=$$?; .venv/serve/bin/python -m pytest tests/serve_env && exit $$unit
 

@@ -13,11 +13,11 @@ import huggingface_hub.constants
 
 from pipeline.capacity import GIB, Geometry, weight_bytes
 from pipeline.doctor.check import Check, ok, unfit, warn
-from pipeline.doctor.model import hub_folder
 from pipeline.environments.build import environment_folder, is_complete, needed_bytes
 from pipeline.environments.needed import environments_of
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder
+from pipeline.models.source import hub_folder
 from pipeline.planning.scenario import geometry_of, scheme_of
 from pipeline.results import Environment, Gpu
 from pipeline.runs import RUNS

@@ -13,7 +13,7 @@ import requests
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.files import cache_folder, read_json
 from pipeline.models.check import check_model
-from pipeline.models.source import HUB_PATTERNS, local_folder
+from pipeline.models.source import hub_folder, local_folder
 from pipeline.settings import Settings
 from pipeline.settings.schema import HubSource, LocalSource, PackageSource
 
@@ -50,24 +50,6 @@ def local_config(settings: Settings, prepared: Path) -> dict[str, Any] | None:
         if (folder / "config.json").is_file():
             return dict(read_json(folder / "config.json"))
     return None
-
-
-def hub_folder(source: HubSource) -> Path | None:
-    """The complete snapshot of the pinned revision in the hub's cache, None where it isn't there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                source.repo,
-                revision=source.revision,
-                allow_patterns=list(HUB_PATTERNS),
-                local_files_only=True,
-            )
-        )
-    except LocalEntryNotFoundError:
-        return None
 
 
 def _hub(source: HubSource) -> Check:

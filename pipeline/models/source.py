@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder, sha256_file
@@ -25,6 +26,7 @@ __all__ = [
     "PackageSource",
     "fetch_hub",
     "fetch_package",
+    "hub_folder",
     "local_folder",
 ]
 
@@ -88,24 +90,33 @@ def fetch_hub(source: HubSource, cache: Path | None = None) -> Path:
 
     Raises `EnvironmentUnfitError` when the hub can't be reached or doesn't give out this revision.
     """
-    from huggingface_hub import snapshot_download
-
     try:
         # Every failure of the hub client (offline mode, no route, gated, unknown revision) means the same here.
-        return Path(
-            snapshot_download(
-                source.repo,
-                revision=source.revision,
-                allow_patterns=list(HUB_PATTERNS),
-                cache_dir=None if cache is None else str(cache / "hub"),
-            )
-        )
+        return _snapshot(source, cache_dir=None if cache is None else str(cache / "hub"))
     except Exception as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise EnvironmentUnfitError(
             f"can't get {source.repo}@{source.revision[:12]} from the model hub ({type(error).__name__}: {cause}); "
             "download it where the hub is reachable and set source.kind=local with source.path to that folder"
         ) from None
+
+
+def hub_folder(source: HubSource) -> Path | None:
+    """The complete snapshot of the pinned revision in the hub's cache, None where it isn't there. Asks no hub."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _snapshot(source, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _snapshot(source: HubSource, **how: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(source.repo, revision=source.revision, allow_patterns=list(HUB_PATTERNS), **how)
+    )
 
 
 def local_folder(source: LocalSource) -> Path:
