@@ -8,7 +8,6 @@ and clipping are searched together, which doesn't take minutes (see `clip_search
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,8 @@ from pipeline.errors import QuantgateError
 from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
-from pipeline.quantize.calibration import calibration_pieces
 from pipeline.quantize.folder import dress, served_dtype
-from pipeline.quantize.memory import peak_memory
+from pipeline.quantize.job import begin
 
 if TYPE_CHECKING:
     import torch
@@ -40,44 +38,34 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     """Quantize `model_dir` into `out_dir`. Returns versions, calibration counts, device and peak memory."""
     import torch
     from awq import AutoAWQForCausalLM
-    from transformers import AutoTokenizer
 
-    request = QuantizeRequest.model_validate(raw_request)
-    recipe, progress = request.recipe, Progress(request.progress_file)
-    on_cuda = torch.cuda.is_available()
-    torch.manual_seed(recipe.seed)
-    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    pieces, calibration = calibration_pieces(request, tokenizer)
+    job = begin(raw_request)
+    request, recipe = job.request, job.request.recipe
     # fp16 arithmetic has no fast path on a CPU; AutoAWQ supports nothing but fp16 on CUDA.
     model = AutoAWQForCausalLM.from_pretrained(
         str(request.model_dir),
-        torch_dtype=torch.float16 if on_cuda else torch.float32,
+        torch_dtype=torch.float16 if job.on_cuda else torch.float32,
         device_map=None,
         trust_remote_code=False,
         # For Qwen AutoAWQ drops the attention mask (quantizer.py, init_quant): SDPA is causal without one, eager isn't.
         attn_implementation="sdpa",
     )
     model.quantize(
-        tokenizer,
+        job.tokenizer,
         quant_config={
             "zero_point": recipe.zero_point,
             "q_group_size": recipe.group_size,
             "w_bit": recipe.bits,
             "version": "GEMM",
         },
-        calib_data=pieces,
-        max_calib_samples=len(pieces),
+        calib_data=job.pieces,
+        max_calib_samples=len(job.pieces),
         max_calib_seq_len=recipe.sequence_tokens,
         apply_clip=recipe.clip_search,
-        quantizer_cls=_quantizer_class(progress, recipe.clip_search),
+        quantizer_cls=_quantizer_class(job.progress, recipe.clip_search),
     )
     _save(model, request)
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "calibration": calibration,
-        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        **peak_memory(),
-    }
+    return job.evidence(_PACKAGES)
 
 
 def _quantizer_class(progress: Progress, clips: bool) -> type:

@@ -10,7 +10,6 @@ dies there. Pinning only speeds transfers up, so without an accelerator it is le
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +17,8 @@ from typing import Any
 from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
-from pipeline.quantize.calibration import calibration_pieces
 from pipeline.quantize.folder import dress, served_dtype
-from pipeline.quantize.memory import peak_memory
+from pipeline.quantize.job import begin
 
 BACKEND = Backend(
     name="llmcompressor",
@@ -40,34 +38,27 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from llmcompressor import oneshot
     from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    request = QuantizeRequest.model_validate(raw_request)
-    recipe, progress = request.recipe, Progress(request.progress_file)
-    on_cuda = torch.cuda.is_available()
-    torch.manual_seed(recipe.seed)
-    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    pieces, calibration = calibration_pieces(request, tokenizer)
+    job = begin(raw_request)
+    request, recipe = job.request, job.request.recipe
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir,
-        dtype="auto" if on_cuda else torch.float32,  # 16-bit arithmetic has no fast path on most CPUs
-        device_map="cuda" if on_cuda else None,
+        dtype="auto" if job.on_cuda else torch.float32,  # 16-bit arithmetic has no fast path on most CPUs
+        device_map="cuda" if job.on_cuda else None,
         attn_implementation="sdpa",
     )
     batches: Any = DataLoader(
-        pieces,  # type: ignore[arg-type]
+        job.pieces,  # type: ignore[arg-type]
         batch_size=max(1, BATCH_TOKENS // recipe.sequence_tokens),
         collate_fn=lambda batch: {"input_ids": torch.tensor(batch)},
     )
     with _unpinned_on_cpu():
-        oneshot(model=model, recipe=_modifiers(request, progress, len(model.model.layers)), dataset=batches)
+        oneshot(
+            model=model, recipe=_modifiers(request, job.progress, len(model.model.layers)), dataset=batches
+        )
     _save(model, request)
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "calibration": calibration,
-        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        **peak_memory(),
-    }
+    return job.evidence(_PACKAGES)
 
 
 def _modifiers(request: QuantizeRequest, progress: Progress, layers: int) -> list[Any]:

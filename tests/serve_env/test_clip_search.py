@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.clip_search import SHRINKAGES, clip, fake_quantize, gram_matrices
+from pipeline.quantize.clip_search import SHRINKAGES, clip, fake_quantize, gram_matrices, unscale
 from pipeline.quantize.round_to_nearest import round_to_nearest
 
 GROUP, BITS, LEVELS = 32, 4, 15
@@ -98,4 +98,12 @@ def test_half_precision_stays_half() -> None:
     assert (
         group_errors(weight, round_to_nearest(cut.float(), BITS, GROUP), inputs).sum()
         < group_errors(weight, round_to_nearest(weight, BITS, GROUP), inputs).sum()
+    )
+
+
+def test_scaled_inputs_need_no_second_look_at_the_tokens() -> None:
+    _, inputs = layer(4)
+    scales = torch.linspace(0.2, 5.0, inputs.shape[1])
+    assert torch.allclose(
+        unscale(gram_matrices(inputs, GROUP), scales), gram_matrices(inputs / scales, GROUP), rtol=1e-4
     )
