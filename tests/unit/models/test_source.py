@@ -114,6 +114,15 @@ def test_cache_folder_honours_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cache_folder() == tmp_path / "quantgate"
 
 
+def test_a_cache_folder_that_links_to_a_purged_disk_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "quantgate").symlink_to(tmp_path / "scratch" / "quantgate")
+    (cache_folder() / "environments").mkdir(parents=True, exist_ok=True)
+    assert (tmp_path / "scratch" / "quantgate" / "environments").is_dir()
+
+
 def test_unreachable_hub_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
