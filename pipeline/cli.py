@@ -162,7 +162,10 @@ def _show(arguments: argparse.Namespace) -> None:
     from pipeline.report.terminal import verdict_table
     from pipeline.results import Plan, Verdict, load
 
-    point_at(chosen_profile())
+    profile = chosen_profile()
+    point_at(profile)
+    if not Path("results/verdict.json").is_file():
+        raise UserInputError(f"{profile} has no verdict here yet: `dvc repro` makes it")
     print(verdict_table(load("results/verdict.json", Verdict), load("results/plan.json", Plan)))
     page = read_json("results/tracking.json")["comparison_page"]
     print(f"\nreport:  {Path('results/report.html').resolve()}")

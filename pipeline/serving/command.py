@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import UserInputError
 from pipeline.files import cache_folder
-from pipeline.serving.flags import arguments, check_arguments, check_environment, option_of
+from pipeline.serving.flags import arguments, check_arguments, option_of
 from pipeline.serving.flags.table import canonical, check_value
+from pipeline.serving.variables import OURS, REMOVED, check_inherited, check_named
 
 PER_TOKEN_HEAD = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
 RESERVED = {
@@ -51,6 +52,7 @@ class ServeSpec:
     prefix_caching: bool = False
     seed: int = 0
     extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_value("--kv-cache-dtype", self.kv_cache_dtype, self.engine_version)
@@ -66,6 +68,7 @@ class ServeSpec:
             )
         try:
             check_extra_args(self.extra_args, self.engine_version)
+            check_named(self.environment, self.engine_version)
         except UserInputError as error:
             raise UserInputError(f"{self.served_name}: {error}") from None
 
@@ -106,24 +109,18 @@ def build_command(spec: ServeSpec, python: str | Path, port: int) -> list[str]:
 def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """The server's whole environment: the inherited one (default: ours), made offline, quiet and ours to decide.
 
-    `VLLM_CPU_KVCACHE_SPACE` is removed: it takes whole GiB only and silently wins over `--kv-cache-memory-bytes`.
-    An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable that once chose a kernel and
-    is ignored now.
+    An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable of the engine's that may change
+    a number and that `spec` doesn't name (`variables`).
     """
     from pipeline.serving.cpu_plugin.plugin_path import plugin_pythonpath
 
     environment = dict(os.environ if inherited is None else inherited)
-    check_environment(environment, spec.engine_version)
-    for name in (
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_PLUGINS",
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "VLLM_LOGGING_CONFIG_PATH",
-    ):
+    check_inherited(environment, spec.environment, spec.engine_version)
+    for name in REMOVED | OURS | {"PYTHONHOME", "VIRTUAL_ENV"}:
         environment.pop(name, None)
     pythonpath = [plugin_pythonpath(), environment.get("PYTHONPATH", "")]
     environment |= {
+        **spec.environment,
         "PYTHONPATH": os.pathsep.join(part for part in pythonpath if part),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",

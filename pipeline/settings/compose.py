@@ -146,4 +146,5 @@ def _explain(error: ValidationError, choices: dict[str, str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Without Hydra's list of the folders that it searched: they are this project's, by absolute path."""
+    return " ".join(str(error).split("Config search path:")[0].split())

@@ -347,6 +347,10 @@ class ServerSettings(Strict):
     block_size: int = Field(ge=1, description="tokens per KV block")
     enforce_eager: bool = Field(description="no compilation: starts in 45 s instead of 175 s on a CPU")
     startup_timeout_s: float = Field(gt=0, description="seconds until a start counts as failed")
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="VLLM_* variables of the engine; inherited ones that may change a number are refused",
+    )
     seed: int = Field(ge=0)
 
 

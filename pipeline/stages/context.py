@@ -105,6 +105,7 @@ def serve_spec(
         enforce_eager=server.enforce_eager,
         seed=server.seed,
         extra_args=variant.engine_args,
+        environment=server.environment,
     )
 
 

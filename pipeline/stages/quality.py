@@ -207,6 +207,7 @@ def _identity(name: str, checkpoint: str, source: Provenance) -> dict[str, Any]:
         "engine": source.engine,
         "engine_version": source.engine_version,
         "options": command,
+        "variables": source.variables,
         "emulated": source.emulated,
         "cpu_flags": source.cpu_flags,
         "gpu": source.gpu,

@@ -46,6 +46,9 @@ def engine_table(bundle: ResultBundle) -> Table:
         "GPU": lambda origin: Cell(origin.gpu or "none"),
         "CPU extensions seen": lambda origin: words(" ".join(origin.cpu_flags)),
         "Log": lambda origin: words(origin.log_file, kind="code"),
+        "Variables": lambda origin: Cell(
+            shlex.join(f"{k}={v}" for k, v in sorted(origin.variables.items())) or "none"
+        ),
         "Command": lambda origin: words(shlex.join(origin.command), kind="code"),
     }
     rows = [

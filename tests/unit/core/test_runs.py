@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from pipeline.cli import main
 from pipeline.errors import UserInputError
 from pipeline.runs import point_at
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_results_are_the_profiles(tmp_path: Path) -> None:
@@ -30,3 +34,14 @@ def test_a_folder_in_the_way_is_kept_and_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="results is in the way"):
         point_at("one", tmp_path)
     assert (tmp_path / "results/verdict.json").read_text() == "old"
+
+
+def test_showing_what_nobody_made_says_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "params.yaml").write_text("profile: demo\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["quantgate", "show"])
+    assert main() == 2
+    assert "demo has no verdict here yet: `dvc repro` makes it" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pipeline.report import render
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.cards import CHANGE_LIMIT_BYTES, cards_table
@@ -13,6 +15,7 @@ from pipeline.results import GpuLoad, GpuMemory, GpuProcess
 from pipeline.tracking.content import variant_content
 from tests.support.sample_results import sample_results
 
+pytestmark = pytest.mark.usefixtures("without_plots")
 UUID, NAME = "GPU-1", "NVIDIA GeForce RTX 4090"
 
 

@@ -42,6 +42,7 @@ def test_percentiles_are_figures_needs_or_failures() -> None:
     assert _percentile(distribution(n=0), "p50").text == "not measured"
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_every_variant_has_its_answers_on_both_forms() -> None:
     bundle = sample_results()
     rows = answers_table(bundle).rows

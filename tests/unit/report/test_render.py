@@ -151,6 +151,7 @@ def test_emulation_is_said_before_the_first_table(rendered: tuple[str, str]) -> 
         assert "Emulated memory budget" in start and "Emulated kernels" in start
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_a_real_device_with_stock_kernels_carries_no_caveat(bundle: ResultBundle) -> None:
     variants = {
         name: result.model_copy(update={"provenance": result.provenance.model_copy(update={"emulated": []})})

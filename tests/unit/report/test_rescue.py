@@ -15,6 +15,7 @@ from pipeline.settings import load_settings
 from pipeline.verdict.ladder import with_ladders
 from tests.support.sample_results import environment, sample_results
 
+pytestmark = pytest.mark.usefixtures("without_plots")
 ROOT = Path(__file__).resolve().parents[3]
 
 

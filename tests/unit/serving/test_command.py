@@ -84,6 +84,9 @@ def test_local_folder_becomes_absolute_and_a_hub_id_stays(
             {"extra_args": ("--calculate-kv-scales",)},
             "bf16: engine_args: --calculate-kv-scales isn't a flag of vLLM 0.32.0",
         ),
+        ({"environment": {"OMP_NUM_THREADS": "1"}}, "OMP_NUM_THREADS isn't a variable of vLLM's"),
+        ({"environment": {"VLLM_PORT": "1"}}, "VLLM_PORT can't be set here"),
+        ({"environment": {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}}, "which vLLM 0.32.0 ignores"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -121,3 +124,18 @@ def test_cuda_environment_leaves_the_platform_alone() -> None:
     cuda = spec(target="cuda", kv_cache_memory_bytes=None, gpu_memory_utilization=0.92)
     environment = build_environment(cuda, {})
     assert not {"VLLM_TARGET_DEVICE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"} & set(environment)
+    assert "VLLM_TARGET_DEVICE" not in build_environment(cuda, {"VLLM_TARGET_DEVICE": "cpu"})
+
+
+def test_a_variable_that_may_change_a_number_is_named_or_refused() -> None:
+    inherited = {
+        "VLLM_USE_TRITON_AWQ": "1",
+        "VLLM_IMAGE_TAG": "v0.32.0",
+        "VLLM_API_KEY": "s",
+        "VLLM_LOGGING_COLOR": "1",
+    }
+    with pytest.raises(UserInputError, match=r"has VLLM_USE_TRITON_AWQ, which may change .* in conf/server/"):
+        build_environment(spec(), inherited)
+    found = build_environment(spec(environment={"VLLM_USE_TRITON_AWQ": "0"}), inherited)
+    assert (found["VLLM_USE_TRITON_AWQ"], found["VLLM_IMAGE_TAG"]) == ("0", "v0.32.0")
+    assert not {"VLLM_API_KEY", "VLLM_LOGGING_COLOR"} & set(found)

