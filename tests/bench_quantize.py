@@ -34,7 +34,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"samples": 16, "sequence_tokens": 512, "clip_search": True},
     {"samples": 32, "sequence_tokens": 128, "clip_search": True, "group_size": 32},
     {"samples": 16, "sequence_tokens": 128, "backend": "llmcompressor"},
-    {"samples": 64, "sequence_tokens": 128, "backend": "llmcompressor"},
+    {"samples": 16, "sequence_tokens": 128, "clip_search": True, "backend": "llmcompressor"},
 )
 """On top of 4 bits, groups of 64, no clipping, AutoAWQ. The pairs of one setting in both backends are matched."""
 

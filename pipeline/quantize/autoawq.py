@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import QuantgateError
 from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
@@ -29,8 +28,6 @@ BACKEND = Backend(
     process_environment={**ALLOCATOR_ENVIRONMENT, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
 )
 
-EXPONENTS = (0.0, 0.15, 0.3, 0.45, 0.6)
-"""Powers of the mean input that are tried as scales when weights are clipped too: each takes a clip search."""
 _PACKAGES = ("autoawq", "torch", "transformers", "tokenizers", "safetensors")
 
 
@@ -73,7 +70,7 @@ def _quantizer_class(progress: Progress, clips: bool) -> type:
     from awq.quantize.quantizer import AwqQuantizer
     from awq.utils.utils import get_best_device
 
-    from pipeline.quantize.clip_search import clip, gram_matrices, unscale
+    from pipeline.quantize.clip_search import clip, gram_matrices, search_scales
 
     class SafeQuantizer(AwqQuantizer):  # type: ignore[misc]
         _layers_begun = 0
@@ -107,31 +104,20 @@ def _quantizer_class(progress: Progress, clips: bool) -> type:
         def _scale_for_clipping(
             self, x: Any, x_mean: Any, module: Any, linears: Any, wanted: Any, kwargs: Any
         ) -> Any:
-            """The scales whose *clipped* weights change the module's output least.
-
-            Scales chosen for weights that nobody clips widen the groups that clipping then cuts: on the 135M model that ends at
-            x1.132, this at x1.088, and clipping without scales at x1.093. The exponents go up from 0, which is no scale at all.
-            """
-            gram = gram_matrices(x.reshape(-1, x.shape[-1]), self.group_size)
             whole = [linear.weight.data for linear in linears]
-            best, least = None, float("inf")
+
+            def loss(trial: list[Any]) -> float:
+                for linear, weight in zip(linears, trial):
+                    linear.weight.data = weight
+                return float(self._compute_loss(wanted, self._module_forward(x, module, kwargs), x.device))
+
+            gram = gram_matrices(x.reshape(-1, x.shape[-1]), self.group_size)
             try:
-                for exponent in EXPONENTS:
-                    scales = x_mean.reshape(-1).float().pow(exponent).clamp(min=1e-4)
-                    scales = scales / (scales.max() * scales.min()).sqrt()
-                    scaled_gram = unscale(gram, scales)
-                    for linear, weight in zip(linears, whole):
-                        cut = clip(weight * scales.to(weight), scaled_gram, self.w_bit)
-                        linear.weight.data = self.pseudo_quantize_tensor(cut)[0] / scales.to(weight)
-                    loss = self._compute_loss(wanted, self._module_forward(x, module, kwargs), x.device)
-                    if loss < least:
-                        best, least = scales, loss
+                scales = search_scales(whole, x_mean.reshape(-1), gram, self.w_bit, loss)
             finally:
                 for linear, weight in zip(linears, whole):
                     linear.weight.data = weight
-            if best is None:
-                raise QuantgateError("AutoAWQ: no scale gives a finite output; the model overflows its dtype")
-            return best.to(x_mean.dtype).cpu()
+            return scales.to(x_mean.dtype).cpu()
 
         def _search_best_clip(self, layer: Any, named_linears: Any, input_feat: Any) -> list[Any]:
             """Cut the weights here, since AutoAWQ's own cut knows one absolute value a group, and leave it nothing to do.

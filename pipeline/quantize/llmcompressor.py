@@ -1,6 +1,6 @@
 """AWQ and calibrated FP8 KV scales by llm-compressor 0.14, in its own environment, its CPU defect worked around.
 
-AWQ is a transform there: `AWQModifier` scales, a `QuantizationModifier` after it rounds. Each modifier makes a pass of its own
+AWQ is a transform there: `AWQModifier` scales (ours cuts too), a `QuantizationModifier` after it rounds. Each modifier makes a pass of its own
 over the calibration text ("independent"), so KV scales are taken from the model as it will be served: scaled and rounded.
 
 The defect: `IntermediatesCache.pin_memory` asks for an accelerator's pinned memory also where there is no accelerator, and AWQ
@@ -67,6 +67,9 @@ def _modifiers(request: QuantizeRequest, progress: Progress, layers: int) -> lis
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
+    from pipeline.quantize.clip_search import EXPONENTS
+    from pipeline.quantize.clipping_modifier import ClippingAWQModifier
+
     def counting(base: type, phase: str) -> type:
         """`base` under its own name (the recipe is written by name), with progress by layer."""
         done = 0
@@ -88,7 +91,10 @@ def _modifiers(request: QuantizeRequest, progress: Progress, layers: int) -> lis
     )  # fmt: skip
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     return [
-        counting(AWQModifier, "scale layers")(),
+        # What the search tries is its own (`clip_search`); these two are written into the checkpoint's recipe.yaml.
+        counting(ClippingAWQModifier, "scale and cut layers")(n_grid=len(EXPONENTS), duo_scaling=False)
+        if recipe.clip_search
+        else counting(AWQModifier, "scale layers")(),
         counting(QuantizationModifier, "round layers")(
             config_groups=groups, ignore=["lm_head"], kv_cache_scheme=kv_scheme
         ),

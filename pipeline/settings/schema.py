@@ -239,7 +239,7 @@ class QuantizeRecipe(Strict):
     seed: int = Field(default=0, ge=0, description="order in which the calibration texts are joined")
     clip_search: bool = Field(
         default=True,
-        description="cut each group's outliers where that helps; a third of the time on a CPU. autoawq only",
+        description="cut each group's outliers where that helps, together with the search for scales",
     )
     min_effective_tokens: int = Field(default=1024, ge=1, description="refuse to calibrate on fewer tokens")
     max_perplexity_ratio: float = Field(
@@ -272,14 +272,12 @@ class QuantizeRecipe(Strict):
 
     @model_validator(mode="after")
     def _backend_can(self) -> QuantizeRecipe:
-        if self.backend == "llmcompressor" and self.clip_search:
-            raise ValueError(
-                "clip_search true: llmcompressor has none; set it to false, or backend to autoawq"
-            )
         if self.backend == "autoawq" and self.calibrate_kv_scales:
             raise ValueError("calibrate_kv_scales true: autoawq can't; set backend to llmcompressor")
         if not self.quantizes_weights and not self.calibrate_kv_scales:
             raise ValueError("bits 16 leaves nothing to do; set calibrate_kv_scales to true, or bits to 4")
+        if self.clip_search and not self.quantizes_weights:
+            raise ValueError("clip_search true: at 16 bits no weight is cut; set it to false")
         if (self.group_size is None) == self.quantizes_weights:
             raise ValueError(
                 f"group_size {self.group_size} at {self.bits} bits: must be 32, 64 or 128 at 4 bits and null at 16"

@@ -19,10 +19,12 @@ from pipeline.models.source import LocalSource
 from pipeline.quantize import autoawq
 from pipeline.quantize.base import QuantizeRequest, quantize
 from pipeline.results import ModuleCount, Quantization
+from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.environments import environment_python
 from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, prose, write_model, write_texts
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = QuantizeRecipe(
     group_size=64,
     samples=4,
@@ -92,7 +94,9 @@ def test_other_geometries_pass_too(tmp_path: Path, config: dict[str, Any]) -> No
 
 def test_llm_compressor_writes_the_same_model_with_scales(tmp_path: Path) -> None:
     """Heads that aren't shared: AWQ moves factors through v here, and KV scales from before that would not be v's any more."""
-    recipe = RECIPE.model_copy(update={"backend": "llmcompressor", "calibrate_kv_scales": True})
+    recipe = RECIPE.model_copy(
+        update={"backend": "llmcompressor", "calibrate_kv_scales": True, "clip_search": True}
+    )
     request = make_request(tmp_path, LLAMA_MHA, recipe)
     record = quantize(request, environment_python("llmcompressor"), log_path=tmp_path / "quantize.log")
     assert (record.backend, record.format, record.bits) == ("llmcompressor", "compressed-tensors", 4)
@@ -120,6 +124,30 @@ def test_llm_compressor_writes_the_same_model_with_scales(tmp_path: Path) -> Non
             plain.model_dump(mode="json"),
             tmp_path / "log",
         )
+
+
+def test_llm_compressors_shipped_recipe_reaches_its_limits_on_the_demos_model(
+    prepared_model: Path, tmp_path: Path
+) -> None:
+    """AutoAWQ's recipe is held to the same limits in the test of the whole graph. Without its cuts this one is at x1.17 and 0.77."""
+    settings = load_settings(["profile=demo-full"], ROOT)
+    autoawq, recipe = (settings.quantizers[scheme] for scheme in ("awq", "awq-lc-kv"))
+    for limit in ("max_perplexity_ratio", "max_share_of_rounding_loss"):
+        assert getattr(recipe, limit) == getattr(autoawq, limit)
+    request = QuantizeRequest(
+        scheme="awq-lc-kv",
+        model_dir=prepared_model,
+        out_dir=tmp_path / "out",
+        calibration_file=ROOT / settings.calibration.file,
+        heldout_file=ROOT / settings.calibration.heldout_file,
+        recipe=recipe,
+    )
+    record = quantize(request, environment_python("llmcompressor"), log_path=tmp_path / "quantize.log")
+    assert record.quantized_modules.found == 7 * 30
+    assert record.perplexity.ratio < recipe.max_perplexity_ratio
+    assert recipe.max_share_of_rounding_loss is not None
+    assert (record.perplexity.share_of_rounding_loss or 1.0) < recipe.max_share_of_rounding_loss
+    assert record.kv_scales is not None and record.kv_scales["layers"] == 30
 
 
 def prove(request: QuantizeRequest, log: Path) -> dict[str, Any]:

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.clip_search import SHRINKAGES, clip, fake_quantize, gram_matrices, unscale
+from pipeline.errors import QuantgateError
+from pipeline.quantize.clip_search import (
+    EXPONENTS,
+    SHRINKAGES,
+    clip,
+    fake_quantize,
+    gram_matrices,
+    search_scales,
+    unscale,
+)
 from pipeline.quantize.round_to_nearest import round_to_nearest
 
 GROUP, BITS, LEVELS = 32, 4, 15
@@ -107,3 +116,35 @@ def test_scaled_inputs_need_no_second_look_at_the_tokens() -> None:
     assert torch.allclose(
         unscale(gram_matrices(inputs, GROUP), scales), gram_matrices(inputs / scales, GROUP), rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("best", range(len(EXPONENTS)))
+def test_the_search_for_scales_keeps_the_trial_that_loses_least(best: int) -> None:
+    weight, inputs = layer(3)
+    gram, mean_input = gram_matrices(inputs, GROUP), inputs.abs().mean(0)
+    trials: list[list[Any]] = []
+
+    def loss(trial: list[Any]) -> float:
+        trials.append(trial)
+        return float(len(trials) - 1 != best)
+
+    scales = search_scales([weight, weight[:8]], mean_input, gram, BITS, loss)
+    assert len(trials) == len(EXPONENTS) and all(len(trial) == 2 for trial in trials)
+    # Up to one factor for all channels the scales are the mean input to the trial's power, and they are out of its weights again.
+    ratio = scales / mean_input.pow(EXPONENTS[best])
+    assert torch.allclose(ratio, ratio[0].expand_as(ratio))
+    expected = round_to_nearest(clip(weight * scales, unscale(gram, scales), BITS), BITS, GROUP) / scales
+    assert torch.equal(trials[best][0], expected)
+    assert torch.equal(trials[best][1], expected[:8])
+
+
+def test_scales_that_all_overflow_are_refused() -> None:
+    weight, inputs = layer(4)
+    with pytest.raises(QuantgateError, match="no scale gives a finite output"):
+        search_scales(
+            [weight],
+            inputs.abs().mean(0),
+            gram_matrices(inputs, GROUP),
+            BITS,
+            lambda _: float("nan"),
+        )

@@ -44,7 +44,10 @@ def test_impossible_recipes_are_refused(bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"backend": "llmcompressor"}, "clip_search true: llmcompressor has none"),
+        (
+            {"backend": "llmcompressor", "bits": 16, "group_size": None, "calibrate_kv_scales": True},
+            "clip_search true: at 16 bits no weight is cut",
+        ),
         (
             {"calibrate_kv_scales": True},
             "calibrate_kv_scales true: autoawq can't; set backend to llmcompressor",
