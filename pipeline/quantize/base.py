@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,12 +21,13 @@ from pipeline.capacity.weights import weight_bytes as predicted_weight_bytes
 from pipeline.compatibility import Request, quantizer_refusals, weight_scheme
 from pipeline.errors import QuantgateError, UserInputError
 from pipeline.files import read_json, sha256_file
+from pipeline.gpu import engine_environment
 from pipeline.models.architectures import expected_shapes, geometry, other_tensors
 from pipeline.models.check import check_model, read_tensors, weight_bytes
 from pipeline.models.child import run_module
 from pipeline.models.prepare import replace_folder
 from pipeline.quantize.calibration import refuse_overlap
-from pipeline.quantize.room import refuse_without_room
+from pipeline.quantize.room import Card, card_of, refuse_without_room, room_for, stored_element_bytes
 from pipeline.results import Quantization
 from pipeline.settings.schema import QuantizeRecipe
 
@@ -61,6 +62,8 @@ class QuantizeRequest(BaseModel):
     chat_template: bool = False
     """Whether both are put into the model's chat template."""
     recipe: QuantizeRecipe
+    device_kind: Literal["cpu", "cuda"] = "cpu"
+    """What the backend's environment is built for. One for cards computes on the CPU where torch sees no card."""
     tensor_parallel: int = 1
     """Cards that will share every layer of the result: a group of weights can't be cut between two."""
     progress_file: Path | None = None
@@ -91,18 +94,21 @@ def backend(name: str) -> Backend:
 
 
 def quantize(
-    request: QuantizeRequest, env_python: str | Path, *, log_path: str | Path | None = None
+    request: QuantizeRequest, env_python: str | Path, *, log_path: str | Path | None = None, nvml: Any = None
 ) -> Quantization:
     """Quantize, prove, and only then put the folder in its place. Returns the record for `results/quantize/`.
 
     `env_python` is the interpreter of the backend's environment. Everything happens in a temporary folder
     beside `out_dir`; a failed proof leaves nothing there but the log (default `results/logs/quantize-<scheme>.log`).
+    Of several cards the subprocesses see the one whose memory was checked. `nvml` stands in for the module pynvml in tests.
     Raises `UserInputError` before any work for a model or recipe that can't be quantized,
     `QuantgateError` naming what a proof found broken, `EngineFailedError` when a subprocess died.
     """
     started = time.monotonic()
     chosen = backend(request.recipe.backend)
-    check_request(request)
+    card = card_of(request.device_kind, nvml)
+    check_request(request, card)
+    environment = {**chosen.process_environment, **engine_environment([card.gpu] if card else [])}
     log = Path(log_path or f"results/logs/quantize-{request.scheme}.log")
     log.unlink(missing_ok=True)
     out = request.out_dir.absolute()
@@ -118,16 +124,14 @@ def quantize(
         }
     ).model_dump(mode="json", exclude={"progress_file"})
     try:
-        made = run_module(
-            env_python, chosen.module, job, log, environment=chosen.process_environment, show_progress=True
-        )
+        made = run_module(env_python, chosen.module, job, log, environment=environment, show_progress=True)
         made_at = time.monotonic()
         proven = run_module(
             env_python,
             "pipeline.quantize.proof",
             job,
             log,
-            environment=chosen.process_environment,
+            environment=environment,
             show_progress=True,
         )
         record = _record(request, chosen.name, staging, made, proven, (started, made_at))
@@ -193,17 +197,19 @@ def check_size(request: QuantizeRequest, folder: Path) -> dict[str, int]:
     return {"weight_bytes": stored, "predicted_weight_bytes": predicted}
 
 
-def check_request(request: QuantizeRequest) -> None:
-    """Everything that can be refused at once, before minutes of work.
+def check_request(request: QuantizeRequest, card: Card | None = None) -> None:
+    """Everything that can be refused at once, before minutes of work. `card`: where it will compute, None for the CPU.
 
     Raises `UserInputError` for a model, texts or a recipe that can't be quantized, `EnvironmentUnfitError` without room for it.
     """
     check_model(request.model_dir)
     refuse_overlap(request.calibration_file, request.heldout_file)
     config_path = request.model_dir / "config.json"
-    sizes = geometry(read_json(config_path), str(config_path))
+    config = read_json(config_path)
+    sizes = geometry(config, str(config_path))
     recipe = request.recipe
     asked = Request(recipe.backend, recipe.group_size, request.tensor_parallel)
     for refusal in quantizer_refusals(sizes, asked):
         raise UserInputError(f"{config_path}: {refusal}")
-    refuse_without_room(sizes, recipe, request.out_dir)
+    room = room_for(sizes, recipe, on_cuda=card is not None, element_bytes=stored_element_bytes(config))
+    refuse_without_room(room, request.out_dir, card)

@@ -17,6 +17,12 @@ from pipeline.texts import Text, TextIndex, is_telling, load_texts, read_texts, 
 if TYPE_CHECKING:
     from pipeline.quantize.base import QuantizeRequest
 
+WINDOW_TOKENS = 256
+"""Tokens of a window of held-out text."""
+MAX_HELDOUT_TOKENS = 4096  # 16 windows: about 8 s per model for 135M parameters on 2 cores
+MIN_HELDOUT_TOKENS = 512
+HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about the same windows
+
 
 def calibration_pieces(request: QuantizeRequest, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Token sequences of exactly `recipe.sequence_tokens` for a backend, and the record of what they are made of.
@@ -45,6 +51,20 @@ def calibration_pieces(request: QuantizeRequest, tokenizer: Any) -> tuple[list[l
     }
 
 
+def heldout_pieces(request: QuantizeRequest, tokenizer: Any) -> list[list[int]]:
+    """Windows of held-out text, each of exactly `WINDOW_TOKENS` tokens. `UserInputError` when they hold too few."""
+    path = request.heldout_file
+    tokens = encode(read_texts(path), tokenizer, path, request.chat_template)
+    windows = MAX_HELDOUT_TOKENS // WINDOW_TOKENS
+    pieces = pack_tokens(tokens, windows, WINDOW_TOKENS, tokenizer.eos_token_id, HELDOUT_SEED)
+    if sum(map(len, pieces)) < MIN_HELDOUT_TOKENS:
+        raise UserInputError(
+            f"{path}: gives {sum(map(len, pieces))} tokens in windows of {WINDOW_TOKENS}; "
+            f"at least {MIN_HELDOUT_TOKENS} are needed to compare perplexities"
+        )
+    return pieces
+
+
 def encode(texts: Sequence[Text], tokenizer: Any, path: str | Path, chat_template: bool) -> list[list[int]]:
     """Tokens of each text. With `chat_template` they are what a server that applies the model's template would see: a chat
     as it is, a plain text as a user's turn that waits for its answer.
@@ -52,18 +72,23 @@ def encode(texts: Sequence[Text], tokenizer: Any, path: str | Path, chat_templat
     Raises `UserInputError` for chats without a template to put them in.
     """
     if not chat_template:
-        chat = next((text for text in texts if text.messages), None)
-        if chat is not None:
-            raise UserInputError(
-                f"{path}: {chat.id!r} is a chat (messages), which only the model's chat template turns into text; "
-                "set chat_template: true in conf/calibration, or give it as text"
-            )
+        refuse_chats(texts, path)
         return [tokenizer.encode(text.text, add_special_tokens=False) for text in texts]
     if not getattr(tokenizer, "chat_template", None):
         raise UserInputError(
             f"{path}: chat_template is true in conf/calibration, but the model's tokenizer has none"
         )
     return [tokenizer.encode(_templated(text, tokenizer, path), add_special_tokens=False) for text in texts]
+
+
+def refuse_chats(texts: Sequence[Text], path: str | Path) -> None:
+    """Raise `UserInputError` for a chat among texts that no template is put around."""
+    chat = next((text for text in texts if text.messages), None)
+    if chat is not None:
+        raise UserInputError(
+            f"{path}: {chat.id!r} is a chat (messages), which only the model's chat template turns into text; "
+            "set chat_template: true in conf/calibration, or give it as text"
+        )
 
 
 def _templated(text: Text, tokenizer: Any, path: str | Path) -> str:

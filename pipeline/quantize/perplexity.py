@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-WINDOW_TOKENS = 256
-MAX_HELDOUT_TOKENS = 4096  # 16 windows: about 8 s per model for 135M parameters on 2 cores
-
 
 def perplexity(
     model: Any,

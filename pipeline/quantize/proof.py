@@ -15,25 +15,22 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import QuantgateError, UserInputError
+from pipeline.errors import QuantgateError
 from pipeline.files import read_json
 from pipeline.models.architectures import Geometry, geometry, linear_modules, linear_shape, other_tensors
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import QuantizeRequest
-from pipeline.quantize.calibration import encode, pack_tokens
+from pipeline.quantize.calibration import WINDOW_TOKENS, heldout_pieces
 from pipeline.quantize.checkpoint import Checkpoint, Format
 from pipeline.quantize.effective_error import UNQUANTIZED_TOLERANCE, check_unfolded_tensors, layer_errors
 from pipeline.quantize.kv_scales import Coverage, read_scales
 from pipeline.quantize.memory import peak_memory
-from pipeline.quantize.perplexity import MAX_HELDOUT_TOKENS, WINDOW_TOKENS, perplexity
+from pipeline.quantize.perplexity import perplexity
 from pipeline.quantize.round_to_nearest import round_to_nearest
 from pipeline.settings.schema import QuantizeRecipe
-from pipeline.texts import read_texts
 
-MIN_HELDOUT_TOKENS = 512
 # Below this loss of round-to-nearest the share of it that AWQ keeps is mostly the noise of 4,096 tokens.
 MIN_COMPARABLE_LOSS = 0.01
-HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about the same windows
 
 
 def prove(raw_request: dict[str, Any]) -> dict[str, Any]:
@@ -211,20 +208,7 @@ def check_perplexity(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    tokens = encode(read_texts(request.heldout_file), tokenizer, request.heldout_file, request.chat_template)
-    pieces = pack_tokens(
-        tokens,
-        MAX_HELDOUT_TOKENS // WINDOW_TOKENS,
-        WINDOW_TOKENS,
-        tokenizer.eos_token_id,
-        HELDOUT_SEED,
-    )
-    if sum(map(len, pieces)) < MIN_HELDOUT_TOKENS:
-        raise UserInputError(
-            f"{request.heldout_file}: gives {sum(map(len, pieces))} tokens in windows of {WINDOW_TOKENS}; "
-            f"at least {MIN_HELDOUT_TOKENS} are needed to compare perplexities"
-        )
+    pieces = heldout_pieces(request, AutoTokenizer.from_pretrained(request.model_dir))
     recipe, on_cuda = request.recipe, torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir,

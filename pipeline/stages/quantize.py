@@ -28,6 +28,7 @@ def run(settings: Settings, scheme: str) -> None:
         heldout_file=Path(settings.calibration.heldout_file),
         chat_template=settings.calibration.chat_template,
         recipe=recipe.recipe,
+        device_kind=settings.device.kind,
         tensor_parallel=settings.server.tensor_parallel,
     )
     python = python_of(settings, backend(recipe.backend).environment)
