@@ -15,11 +15,11 @@ from pipeline.doctor.machine import (
     check_processor,
 )
 from pipeline.doctor.model import check_source, local_config
+from pipeline.doctor.quantizing import check_leaks, check_overlap, check_room, check_tokens
 from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers
 from pipeline.doctor.software import check_environments, locked
 from pipeline.environments import on_device
 from pipeline.results import Environment
-from pipeline.runs import RUNS
 from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings
 
@@ -41,6 +41,10 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
     found += guarded("engine flags", lambda: ok("engine flags", check_engine(settings)))
     found += guarded("model", lambda: check_source(settings))
     found += guarded("quantizers", lambda: check_quantizers(settings))
+    found += guarded("room", lambda: check_room(settings, nvml))
+    found += guarded("calibration text", lambda: check_overlap(settings))
+    found += guarded("calibration and eval items", lambda: check_leaks(settings))
+    found += guarded("calibration tokens", lambda: check_tokens(settings))
     found += guarded("kernels", lambda: check_kernels(settings, machine, gpus))
     found += guarded("eval set", lambda: check_evalset(settings))
     found += guarded("plan", lambda: check_plan(settings))
@@ -51,5 +55,5 @@ def _with_geometry(settings: Settings) -> Settings:
     """The settings with the config.json of a model that is at hand, where the conf gives no geometry."""
     if settings.model.config is not None:
         return settings
-    config = local_config(settings, RUNS / settings.profile / "weights/bf16")
+    config = local_config(settings)
     return settings.model_copy(update={"model": settings.model.model_copy(update={"config": config})})

@@ -41,18 +41,12 @@ def check_processor(settings: Settings, machine: Environment) -> Check:
 
 
 def check_memory(settings: Settings, machine: Environment) -> Check:
-    """What serving and quantizing take at most.
+    """What serving takes; what a quantizer takes is its own check.
 
-    The engine's processes and torch take about 3 GiB before any weight (measured on a 2-core CPU with vLLM 0.32.0). AutoAWQ
-    holds the model in fp32 on a CPU and in fp16 beside a card; with its libraries that was 1.6 GiB for 0.25 GiB of BF16.
+    The engine's processes and torch take about 3 GiB before any weight (measured on a 2-core CPU with vLLM 0.32.0).
     """
-    on_cpu = settings.device.kind == "cpu"
-    parts = {"serving": 4 * GIB + (2 * settings.device.memory_bytes if on_cpu else 0)}
-    if settings.quantizers and settings.model.config is not None:
-        model = weight_bytes(geometry_of(settings), scheme_of(settings, "bf16"))
-        parts["quantizing"] = (2 if on_cpu else 4) * GIB + (2 if on_cpu else 1) * model
-    what, needed = max(parts.items(), key=lambda part: part[1])
-    found = f"{machine.memory_bytes / GIB:.1f} GiB of RAM, {needed / GIB:.1f} needed for {what}"
+    needed = 4 * GIB + (2 * settings.device.memory_bytes if settings.device.kind == "cpu" else 0)
+    found = f"{machine.memory_bytes / GIB:.1f} GiB of RAM, {needed / GIB:.1f} needed for serving"
     if machine.memory_bytes < needed:
         return unfit("memory", found, "use a machine with more memory")
     return ok("memory", found)

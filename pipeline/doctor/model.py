@@ -14,6 +14,7 @@ from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.files import cache_folder, read_json
 from pipeline.models.check import check_model
 from pipeline.models.source import hub_folder, local_folder
+from pipeline.runs import RUNS
 from pipeline.settings import Settings
 from pipeline.settings.schema import HubSource, LocalSource, PackageSource
 
@@ -42,14 +43,21 @@ def check_source(settings: Settings) -> Check:
             return _hub(source)
 
 
-def local_config(settings: Settings, prepared: Path) -> dict[str, Any] | None:
-    """The config.json of a model that is at hand: prepared by an earlier run, or the user's own folder."""
+def model_folder(settings: Settings) -> Path | None:
+    """The folder of a model that is at hand: prepared by an earlier run, the user's own, or the hub's cache."""
     source = settings.model.source
-    places = [prepared, *([Path(source.path).expanduser()] if isinstance(source, LocalSource) else [])]
-    for folder in places:
-        if (folder / "config.json").is_file():
-            return dict(read_json(folder / "config.json"))
-    return None
+    places: list[Path | None] = [RUNS / settings.profile / "weights/bf16"]
+    if isinstance(source, LocalSource):
+        places.append(Path(source.path).expanduser())
+    if isinstance(source, HubSource):
+        places.append(hub_folder(source))
+    return next((folder for folder in places if folder and (folder / "config.json").is_file()), None)
+
+
+def local_config(settings: Settings) -> dict[str, Any] | None:
+    """The config.json of a model that is at hand."""
+    folder = model_folder(settings)
+    return None if folder is None else dict(read_json(folder / "config.json"))
 
 
 def _hub(source: HubSource) -> Check:
