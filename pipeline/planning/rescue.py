@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +110,16 @@ class ProfileOutlook:
         if max_model_len != self.max_model_len:
             server, load = (f"conf/{group}/{settings.choices[group]}.yaml" for group in ("server", "load"))
             return _run({server: {"max_model_len": str(max_model_len)}, load: self._cut(max_model_len)})
-        if way.skipped:
-            layers = ",".join(f'"{layer}"' for layer in sorted(way.skipped))
-            file = f"conf/variant/{self._unskipped(way) or failed}.yaml"
-            return _run({file: {"+engine_args": f"[--kv-cache-dtype-skip-layers,{layers}]"}})
-        if way.weights == now.weights:
+        if way.skipped - now.skipped:
+            name = self._unskipped(way, failed)
+            if name is None:
+                return self._edit(way)
+            args = settings.variants[name].engine_args
+            key = "engine_args" if args else "+engine_args"
+            return _run({f"conf/variant/{name}.yaml": {key: _listed([*args, *_skip(way.skipped)])}})
+        if now.scales == "checkpoint" and way.scales is None:
+            return self._edit(replace(way, weights=self._without_scales(way)))
+        if way.weights == now.weights and way.skipped == now.skipped:
             scales = {"kv_scales": "null"} if now.scales else {}
             return _run({f"conf/variant/{failed}.yaml": {"kv_cache_dtype": way.kv, **scales}})
         recipe = settings.quantizers.get(settings.variants[failed].weights)
@@ -134,47 +142,76 @@ class ProfileOutlook:
 
     def _edit(self, way: Way) -> str:
         """What to add to the profile; by name where conf/ has it."""
+        way = replace(way, weights=way.weights or self._made(way))
         scheme, quantizer, variant = self._ready(way)
         scheme = scheme or quantizer  # no variant of conf/ names one: the recipe's own name will do
-        if not way.weights and quantizer:
+        if quantizer:
             making = f"`{scheme}: {quantizer}` to quantizer_names"
-        elif way.scales == "checkpoint":
-            making = "a scheme by llmcompressor with calibrate_kv_scales to quantizer_names"
         else:
-            making = f"a scheme by {way.backend} with groups of {way.group_size} to quantizer_names"
+            making = f"a scheme with {_keys(_recipe(way))} to quantizer_names"
         parts = [] if way.weights else [making]
-        scales = f" and kv_scales: {way.scales}" if way.scales else ""
-        of = f"weights: {way.weights or scheme or 'that scheme'}, kv_cache_dtype: {way.kv}{scales}"
-        parts.append(f"`{variant}` to variant_names" if variant else f"a variant with {of} to variant_names")
+        of = {"weights": way.weights or scheme or "that scheme", "kv_cache_dtype": way.kv}
+        of |= {"kv_scales": way.scales} if way.scales else {}
+        skip = {"engine_args": _listed(_skip(way.skipped))} if way.skipped else {}
+        parts.append(
+            f"`{variant}` to variant_names"
+            if variant
+            else f"a variant with {_keys(of | skip)} to variant_names"
+        )
         name = self._settings.profile
-        return f"add {' and '.join(parts)} in conf/profile/{name}.yaml; then `quantgate use {name}` and `dvc repro`"
+        flags = f", and `{_keys(skip)}` in conf/variant/{variant}.yaml" if variant and skip else ""
+        return f"add {' and '.join(parts)} in conf/profile/{name}.yaml{flags}; then `quantgate use {name}` and `dvc repro`"
 
     def _ready(self, way: Way) -> tuple[str | None, str | None, str | None]:
-        """(scheme, quantizer, variant) of conf/ that make `way`, None for what isn't there."""
+        """(scheme, quantizer, variant) of conf/ that make `way` but for its skipped layers, None for what isn't there.
+
+        A scheme's name says little of its recipe; in conf/ those that leave the weights at 16 bits begin with bf16.
+        """
+        recipe = _recipe(way)
         quantizer = next(
             (
                 path.stem
                 for path, content in _options("quantizer")
-                if content.get("calibrate_kv_scales", False) is (way.scales == "checkpoint")
-                and content.get("backend") == (way.backend or "llmcompressor")
-                and (content.get("bits", 4), content.get("group_size")) == (way.bits, way.group_size)
+                if {"bits": 4, "calibrate_kv_scales": False, **content}.items() >= recipe.items()
             ),
             None,
         )
         taken = {"bf16", *self._settings.quantizers}
         for path, content in _options("variant"):
+            scheme = str(content.get("weights"))
             same = (content.get("kv_cache_dtype"), content.get("kv_scales")) == (way.kv, way.scales)
-            makes = (
-                content.get("weights") == way.weights if way.weights else content.get("weights") not in taken
+            free = (
+                scheme not in taken
+                and scheme.startswith("bf16") is (way.bits == 16)
+                and quantizer is not None
             )
-            if same and makes and not content.get("engine_args") and (way.weights or quantizer):
-                return str(content["weights"]), quantizer, path.stem
+            makes = scheme == way.weights if way.weights else free
+            if same and makes and not content.get("engine_args"):
+                return scheme, quantizer, path.stem
         return None, quantizer, None
 
-    def _unskipped(self, way: Way) -> str | None:
-        """The profile's variant that is `way` but for the skipped layers."""
-        for name, other in ways_of(self._settings).items():
+    def _unskipped(self, way: Way, failed: str) -> str | None:
+        """The profile's variant that is `way` but for the skipped layers; the failed one where it is."""
+        ways = ways_of(self._settings)
+        for name in (failed, *ways):
+            other = ways[name]
             if (other.kv, other.scales, other.bits) == (way.kv, way.scales, way.bits) and not other.skipped:
+                return name
+        return None
+
+    def _made(self, way: Way) -> str | None:
+        """The profile's scheme that makes a way's weights."""
+        for name, recipe in self._settings.quantizers.items():
+            if all(getattr(recipe, key) == value for key, value in _recipe(way).items()):
+                return name
+        return None
+
+    def _without_scales(self, way: Way) -> str | None:
+        """The profile's scheme of as many bits without KV scales: a checkpoint that has some goes with no other cache."""
+        if way.bits == 16:
+            return "bf16"
+        for name, recipe in self._settings.quantizers.items():
+            if recipe.bits == way.bits and not recipe.calibrate_kv_scales:
                 return name
         return None
 
@@ -200,6 +237,31 @@ class ProfileOutlook:
             maker = "llmcompressor" if scales else way.backend or "autoawq"
             scheme = WeightScheme(QUANTIZERS[maker].scheme_format, way.bits, way.group_size, True, scales)
         return rank_weight_bytes(self._geometry, scheme, cards)[0]
+
+
+def _recipe(way: Way) -> dict[str, Any]:
+    """Keys of the quantizer that makes a way's weights."""
+    scales = way.scales == "checkpoint"
+    return {
+        "backend": "llmcompressor" if scales else way.backend,
+        "bits": way.bits,
+        "group_size": way.group_size,
+        "calibrate_kv_scales": scales,
+    }
+
+
+def _skip(layers: Iterable[int]) -> list[str]:
+    return ["--kv-cache-dtype-skip-layers", *map(str, sorted(layers))]
+
+
+def _listed(words: Iterable[str]) -> str:
+    """A list for YAML and for Hydra; digits stay text by their quotes."""
+    return f"[{','.join(word if re.fullmatch('--[a-z-]+', word) else json.dumps(word) for word in words)}]"
+
+
+def _keys(values: Mapping[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return ", ".join(f"{key}: {text}" for key, text in texts.items())
 
 
 def _run(values: Mapping[str, Mapping[str, str]]) -> str:

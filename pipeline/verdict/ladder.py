@@ -222,7 +222,10 @@ def _weight_steps(way: Way, outlook: Outlook) -> list[_Step]:
         )
     steps.append(
         _Step(
-            "BF16 weights", "no loss in the weights at all", Way("bf16", 16, way.kv, way.scales, way.skipped)
+            "BF16 weights",
+            "no loss in the weights at all",
+            # Calibrated scales make a checkpoint of their own.
+            Way(None if way.scales == "checkpoint" else "bf16", 16, way.kv, way.scales, way.skipped),
         )
     )
     return steps

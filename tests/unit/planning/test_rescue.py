@@ -6,15 +6,17 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.planning.rescue import ProfileOutlook, way_of, ways_of
 from pipeline.planning.scenario import geometry_of
 from pipeline.results import Decision, Gpu, Rung
 from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings, load_settings
-from pipeline.verdict.ladder import Known, ladder
+from pipeline.verdict.ladder import Known, Way, ladder
 from tests.support import sample_results
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,35 +81,140 @@ def test_groups_that_divide_nothing_are_not_offered() -> None:
     assert "group size 32" in found and "group size 64" not in found
 
 
-@pytest.mark.parametrize(
-    ("profile", "failed"),
-    [(p, v) for p in ("rtx4090", "demo") for v in ("awq-fp8kv", "bf16-fp8kv", "awq")]
-    + [("rtx4090", "awq-fp8kv-calibrated"), ("rtx4090", "awq-kv-per-token-head")],
-)
-def test_every_command_makes_the_way_that_its_rung_names(profile: str, failed: str) -> None:
-    """As DVC applies `-S`, in a copy of conf/ each: the settings must compose, and one variant be served as promised."""
+def promised(rung: Rung, failed: Way, layers: int) -> tuple[int, str, str | None, frozenset[int]]:
+    """(bits, cache, scales, skipped layers) that a rung's words mean."""
+    ends = frozenset({0, 1, layers - 2, layers - 1})
+    bits, kv, scales, skipped = failed.bits, failed.kv, failed.scales, failed.skipped
+    if rung.change == "FP8 KV at calibrated scales":
+        return bits, "fp8", "checkpoint", frozenset()
+    if rung.change == "FP8 KV with a scale per token and head":
+        return bits, "fp8_per_token_head", None, frozenset()
+    if rung.change.startswith("BF16 KV"):
+        return bits, "bfloat16", None, frozenset()
+    if rung.change == "first and last 2 layers' KV at 16 bits":
+        return bits, kv, None if kv == "fp8_per_token_head" else "checkpoint", ends
+    return 16 if rung.change == "BF16 weights" else bits, kv, scales, skipped
+
+
+def carry_out(command: str, profile: str) -> None:
+    """In this clone's conf/: what DVC does to it for `-S`, or what a person does who reads the sentence."""
     from dvc.utils.hydra import apply_overrides
 
+    if command.startswith("dvc exp run"):
+        for word in shlex.split(command)[3:]:
+            if word != "-S":
+                file, override = re.fullmatch(r"(conf/[^:]+\.yaml):(.+)", word).groups()  # type: ignore[union-attr]
+                apply_overrides(file, [override])
+        return
+    told = re.fullmatch(
+        rf"add (?:(?:`(?P<scheme>\S+): (?P<quantizer>\S+)`|a scheme with (?P<recipe>.+)) to quantizer_names and )?"
+        rf"(?:`(?P<variant>\S+)`|a variant with (?P<keys>.+)) to variant_names in (?P<file>conf/profile/{profile}\.yaml)"
+        rf"(?:, and `(?P<flags>.+)` in conf/variant/(?P=variant)\.yaml)?; then `quantgate use {profile}` and `dvc repro`",
+        command,
+    )
+    assert told, command
+    content = yaml.safe_load(Path(told["file"]).read_text())
+    scheme, quantizer, variant = told["scheme"], told["quantizer"], told["variant"] or "new"
+    if told["recipe"]:
+        scheme, quantizer = "that scheme", "new"
+        keys = {**flow(told["recipe"]), "clip_search": False, "samples": 64, "sequence_tokens": 256}
+        Path("conf/quantizer/new.yaml").write_text(yaml.safe_dump(keys))
+    if scheme:
+        content["quantizer_names"][scheme.replace(" ", "-")] = quantizer
+    file = Path(f"conf/variant/{variant}.yaml")
+    keys = yaml.safe_load(file.read_text()) if told["variant"] else {**flow(told["keys"]), "description": "x"}
+    keys |= flow(told["flags"]) if told["flags"] else {}
+    file.write_text(yaml.safe_dump({**keys, "weights": keys["weights"].replace(" ", "-")}))
+    content["variant_names"].append(variant)
+    Path(told["file"]).write_text("# @package _global_\n" + yaml.safe_dump(content))
+
+
+def flow(keys: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(f"{{{keys}}}"))
+
+
+@pytest.mark.parametrize(
+    ("profile", "failed"),
+    [(p, v) for p in ("rtx4090", "demo", "demo-full") for v in ("awq-fp8kv", "bf16-fp8kv", "awq")]
+    + [(p, "awq-fp8kv-calibrated") for p in ("rtx4090", "demo-full")]
+    + [("rtx4090", "awq-kv-per-token-head")],
+)
+@pytest.mark.parametrize("weights_are_bad", [False, True])
+@pytest.mark.parametrize("alone", [False, True], ids=["shipped", "no-sibling"])
+def test_every_command_makes_the_way_that_its_rung_names(
+    profile: str, failed: str, weights_are_bad: bool, alone: bool
+) -> None:
+    """In a copy of conf/ each: the settings must compose, and one variant be served as promised.
+
+    `alone`: the profile has the reference, its control and 16-bit caches beside the failed variant, so nothing can be borrowed.
+    """
+    if alone:
+        file = Path(f"conf/profile/{profile}.yaml")
+        content = yaml.safe_load(file.read_text())
+        content["variant_names"] = list(dict.fromkeys(["bf16", "bf16-again", "awq", failed]))
+        file.write_text("# @package _global_\n" + yaml.safe_dump(content))
     settings = load_settings([f"profile={profile}"])
-    before = set(ways_of(settings).values())
+    ways = ways_of(settings)
+    known_bad: dict[str, Decision] = {"awq": "NO-GO"} if weights_are_bad and failed != "awq" else {}
     tried = 0
-    for rung in rungs_of(settings, failed).values():
-        if rung.command is None or not rung.command.startswith("dvc exp run"):
+    for rung in rungs_of(settings, failed, **known_bad).values():
+        if rung.command is None:
             continue
-        words = shlex.split(rung.command)[3:]
         shutil.copytree("conf", "kept")
-        for word in (word for word in words if word != "-S"):
-            file, override = re.fullmatch(r"(conf/[^:]+\.yaml):(.+)", word).groups()  # type: ignore[union-attr]
-            apply_overrides(file, [override])
+        carry_out(rung.command, profile)
         changed = load_settings([f"profile={profile}"])
         shutil.rmtree("conf")
         shutil.move("kept", "conf")
         check_engine(changed)  # its flags are known to the locked engine
         assert changed.server.max_model_len == rung.max_model_len
-        new = {way_of(changed, variant) for variant in changed.variants.values()} - before
-        if rung.max_model_len == settings.server.max_model_len:
-            assert new, rung.command
-            planner = outlook(changed)
-            assert rung.sequences in {planner.sequences(way, rung.max_model_len) for way in new}
+        then = ways_of(changed)
+        new = [way for name, way in then.items() if way != ways.get(name)]
+        if rung.max_model_len != settings.server.max_model_len:
+            assert not new
+            new = list(then.values())
+        planner = outlook(changed)
+        wanted = promised(rung, ways[failed], planner.layers)
+        fitting = [way for way in new if (way.bits, way.kv, way.scales, way.skipped) == wanted]
+        assert fitting, (rung.change, rung.command)
+        assert rung.sequences in {planner.sequences(way, rung.max_model_len) for way in fitting}
+        if " by " in rung.change:
+            assert {way.backend for way in fitting} == {rung.change.split()[-1]}
+        if rung.change.startswith("group size"):
+            assert {way.group_size for way in fitting} == {int(rung.change.split()[-1])}
+        if "calibration sequences" in rung.change:
+            assert {way.samples for way in fitting} == {int(rung.change.split()[0])}
         tried += 1
-    assert tried or profile == "demo"
+    assert tried
+
+
+def test_scales_for_16_bit_weights_are_named_by_the_shipped_files() -> None:
+    """And what such a checkpoint can't have, another cache, is offered on plain weights."""
+    for profile in ("rtx4090", "demo"):
+        command = rungs_of(load_settings([f"profile={profile}"]), "bf16-fp8kv")[
+            "FP8 KV at calibrated scales"
+        ].command
+        assert (
+            command
+            and "add `bf16-kv: llmcompressor-kv` to quantizer_names and `bf16-fp8kv-calibrated`" in command
+        )
+        carry_out(command, profile)
+    settings = load_settings(["profile=rtx4090"])
+    assert way_of(settings, settings.variants["bf16-fp8kv-calibrated"]).bits == 16
+    found = rungs_of(settings, "bf16-fp8kv-calibrated")
+    per_token = found["FP8 KV with a scale per token and head"].command
+    assert per_token and "a variant with weights: bf16, kv_cache_dtype: fp8_per_token_head to" in per_token
+    outer = found["first and last 2 layers' KV at 16 bits"].command
+    assert outer and outer.startswith("dvc exp run -S 'conf/variant/bf16-fp8kv-calibrated.yaml:+engine_args=")
+
+
+def test_flags_that_a_variant_has_are_kept() -> None:
+    """A pinned attention backend, beside the layers that are left at 16 bits."""
+    file = Path("conf/variant/awq-fp8kv-calibrated.yaml")
+    file.write_text(file.read_text() + "engine_args: [--attention-backend, FLASHINFER]\n")
+    command = rungs_of(load_settings(["profile=rtx4090"]), "awq-fp8kv")[
+        "first and last 2 layers' KV at 16 bits"
+    ].command
+    assert command
+    carry_out(command, "rtx4090")
+    variant = load_settings(["profile=rtx4090"]).variants["awq-fp8kv-calibrated"]
+    assert (variant.attention_backend, variant.skipped_layers) == ("FLASHINFER", {0, 1, 26, 27})
