@@ -85,6 +85,26 @@ class QuantizedPerplexity(Record):
     window_tokens: int
 
 
+class Saturation(Record):
+    """The scale beyond whose range most of the keys or values seen lie."""
+
+    scale: str = Field(description="its name in the checkpoint")
+    share: float = Field(description="of the values seen")
+    limit: float
+
+
+class KvScales(Record):
+    """FP8 scales of keys and values, one each per layer, held against held-out text. Ranges are over the layers."""
+
+    layers: int
+    key: tuple[float, float]
+    value: tuple[float, float]
+    coverage: tuple[float, float] = Field(description="448 * scale / the largest value seen")
+    saturated: Saturation
+    largest_key: float = Field(description="magnitude; at scale 1.0 what is beyond 448 saturates")
+    largest_value: float
+
+
 class Quantization(Record):
     """`results/quantize/<scheme>.json`: what was done, and the proof of it read back from the checkpoint."""
 
@@ -106,9 +126,7 @@ class Quantization(Record):
     nan_inf: FiniteScan
     effective_error: EffectiveError
     perplexity: QuantizedPerplexity
-    kv_scales: dict[str, Any] | None = Field(
-        default=None, description="FP8 scales of keys and values, where the checkpoint has some"
-    )
+    kv_scales: KvScales | None = Field(default=None, description="null where the checkpoint has none")
     weight_bytes: int = Field(description="of all tensors of the checkpoint")
     predicted_weight_bytes: int = Field(description="the planner's, which must agree within 1 %")
     original_weight_bytes: int

@@ -18,7 +18,7 @@ from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
 from pipeline.report.sections.flips import score_lead
-from pipeline.results import Distribution, LoadLevel, Quality, VariantVerdict
+from pipeline.results import Distribution, KvScales, LoadLevel, Quality, VariantVerdict
 from pipeline.tracking.cards import card_figures, card_tags
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -342,11 +342,35 @@ def _quantization_figures(bundle: ResultBundle, scheme: str) -> dict[str, float 
         "proof/effective_error_worst_layer": error.worst_layer.value,
         "proof/effective_error_worst_module": error.worst.value,
         "proof/quantized_modules": record.quantized_modules.found,
+        "proof/unquantized_modules": len(record.unquantized_modules),
+        "proof/nan_inf_values": record.nan_inf.found,
+        "proof/nan_inf_tensors_scanned": record.nan_inf.tensors_scanned,
+        **_kv_scale_figures(record.kv_scales),
         "proof/predicted_weight_bytes": record.predicted_weight_bytes,
         "proof/calibration_tokens": record.calibration.effective_tokens,
         "quantize_wall_s": record.wall_s,
         "proof/peak_memory_bytes": record.peak_memory_bytes,
         "proof/peak_device_memory_bytes": record.peak_device_memory_bytes,
+    }
+
+
+def _kv_scale_figures(found: KvScales | None) -> dict[str, float | None]:
+    """The same keys without scales, so that schemes stand side by side."""
+    none = (None, None)
+    (key_min, key_max), (value_min, value_max), (coverage_min, coverage_max) = (
+        (found.key, found.value, found.coverage) if found else (none, none, none)
+    )
+    return {
+        "proof/kv_scale_layers": found.layers if found else None,
+        "proof/kv_key_scale_min": key_min,
+        "proof/kv_key_scale_max": key_max,
+        "proof/kv_value_scale_min": value_min,
+        "proof/kv_value_scale_max": value_max,
+        "proof/kv_coverage_min": coverage_min,
+        "proof/kv_coverage_max": coverage_max,
+        "proof/kv_saturated_share": found.saturated.share if found else None,
+        "proof/kv_largest_key": found.largest_key if found else None,
+        "proof/kv_largest_value": found.largest_value if found else None,
     }
 
 

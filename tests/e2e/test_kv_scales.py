@@ -134,8 +134,8 @@ def test_calibration_finds_the_loud_keys_and_leaves_the_weights(
     plain, calibrated, record = loud
     found = record.kv_scales
     assert found is not None
-    assert found["layers"] == 30
-    assert min(found["largest_key"], found["largest_value"]) > 4 * 448, "scale 1.0 has to saturate here"
+    assert found.layers == 30
+    assert min(found.largest_key, found.largest_value) > 4 * 448, "scale 1.0 has to saturate here"
     assert record.perplexity.ratio == pytest.approx(1.0, abs=1e-3)
     assert record.quantized_modules == ModuleCount(expected=0, found=0, missing=[])
     assert record.weight_bytes == record.predicted_weight_bytes == record.original_weight_bytes + 30 * 2 * 2

@@ -103,7 +103,7 @@ def test_llm_compressor_writes_the_same_model_with_scales(tmp_path: Path) -> Non
     assert record.quantized_modules == ModuleCount(expected=14, found=14, missing=[])
     assert record.calibration.effective_tokens == 512
     assert 0.05 < record.effective_error.mean < record.effective_error.worst.value < 0.35
-    assert record.kv_scales is not None and record.kv_scales["layers"] == 2
+    assert record.kv_scales is not None and record.kv_scales.layers == 2
     assert record.versions["llmcompressor"] == "0.14.0.1"
     source, written = (
         json.loads((folder / "config.json").read_text()) for folder in (request.model_dir, request.out_dir)

@@ -26,6 +26,7 @@ from pipeline.results import (
     FillTest,
     FiniteScan,
     Gate,
+    KvScales,
     LayerError,
     LoadLevel,
     Measurement,
@@ -39,6 +40,7 @@ from pipeline.results import (
     Quantization,
     QuantizedPerplexity,
     Sample,
+    Saturation,
     SliceScore,
     SloSearch,
     SteadyWindow,
@@ -115,7 +117,10 @@ def sample_results(missing: frozenset[str] = frozenset()) -> ResultBundle:
         plan=plan(),
         measurements=measurements,
         qualities=qualities,
-        quantizations={"awq": quantization(), "awq-lc": quantization("awq-lc", "llmcompressor")},
+        quantizations={
+            "awq": quantization(),
+            "awq-lc": quantization("awq-lc", "llmcompressor").model_copy(update={"kv_scales": kv_scales()}),
+        },
         environment=environment(),
         timelines={name: [] if name in missing else timeline(name) for name in SHAPES},
         facts={
@@ -685,6 +690,19 @@ def quantization(scheme: str = "awq", backend: str = "autoawq") -> Quantization:
         proof_wall_s=40.0,
         peak_memory_bytes=2_400_000_000,
         peak_device_memory_bytes=None,
+    )
+
+
+def kv_scales() -> KvScales:
+    """Of a small model: nothing in its cache is near 448."""
+    return KvScales(
+        layers=30,
+        key=(0.0372, 0.118),
+        value=(0.0041, 0.0513),
+        coverage=(0.83, 1.31),
+        saturated=Saturation(scale="model.layers.7.self_attn.v_scale", share=0.00042, limit=0.005),
+        largest_key=52.6,
+        largest_value=21.9,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.sections.base import Section
 from pipeline.report.table import Cell, Column, Table, figure, name, words
-from pipeline.report.wording import count, listing, mebibytes, number, percent, seconds
+from pipeline.report.wording import NOT_MEASURED, count, listing, mebibytes, number, percent, seconds
 from pipeline.results import Quantization
 
 
@@ -50,6 +52,10 @@ def proof_table(schemes: Mapping[str, Quantization]) -> Table:
         "NaN or infinite values": lambda record: figure(
             count(record.nan_inf.found), note=f"{record.nan_inf.tensors_scanned:,} tensors scanned"
         ),
+        "FP8 KV scales": _kv_scales,
+        "Range of the KV scales": _coverage,
+        "Saturated keys or values": _saturated,
+        "Largest key and value": _largest,
         "Weights size": _size,
         "Calibration": _calibration,
         "Search": _search,
@@ -81,11 +87,13 @@ def _modules(record: Quantization) -> Cell:
 
 
 def _left(record: Quantization) -> Cell:
-    """The matrices by name where they are few; all of a model's would be a column of their own."""
+    """By name where they are few; the layers' alike are counted together, all of a model's would be a column of their own."""
     left = record.unquantized_modules
-    if len(left) > 4:
-        return Cell(f"all {len(left)} matrices")
-    return words(", ".join(left), note=", ".join(left.values()))
+    if len(left) <= 4:
+        return words(", ".join(left), note=", ".join(left.values()))
+    alike = Counter((re.sub(r"\.\d+\.", ".*.", module), dtype) for module, dtype in left.items())
+    names = (f"{times} x {module} ({dtype})" for (module, dtype), times in alike.items())
+    return figure(f"{len(left):,} matrices", note=", ".join(names))
 
 
 def _perplexity(record: Quantization) -> Cell:
@@ -109,6 +117,40 @@ def _worst_layer(record: Quantization) -> Cell:
     return figure(percent(worst.value), note=f"layer {worst.layer}{within}")
 
 
+def _kv_scales(record: Quantization) -> Cell:
+    found = record.kv_scales
+    if found is None:
+        return Cell("none")
+    ranges = (
+        f"{part} {low:g} to {high:g}" for part, (low, high) in (("keys", found.key), ("values", found.value))
+    )
+    return figure(f"{found.layers:,} layers", note=", ".join(ranges))
+
+
+def _coverage(record: Quantization) -> Cell:
+    found = record.kv_scales
+    if found is None:
+        return figure(NOT_MEASURED)
+    low, high = found.coverage
+    return figure(f"{number(low)} to {number(high)}", note="times the largest key or value on held-out text")
+
+
+def _saturated(record: Quantization) -> Cell:
+    found = record.kv_scales
+    if found is None:
+        return figure(NOT_MEASURED)
+    worst = found.saturated
+    return figure(percent(worst.share, 3), note=f"{worst.scale}, limit {percent(worst.limit)}")
+
+
+def _largest(record: Quantization) -> Cell:
+    found = record.kv_scales
+    if found is None:
+        return figure(NOT_MEASURED)
+    text = f"{number(found.largest_key, 1)} and {number(found.largest_value, 1)}"
+    return figure(text, note="on held-out text; at scale 1.0 what is beyond 448 saturates")
+
+
 def _size(record: Quantization) -> Cell:
     return figure(
         mebibytes(record.weight_bytes),
@@ -126,7 +168,9 @@ def _calibration(record: Quantization) -> Cell:
 
 
 def _search(record: Quantization) -> Cell:
-    """What was searched beside the scales."""
+    """What was searched; KV scales are only observed."""
+    if record.group_size is None:
+        return Cell("none")
     return Cell("scales and clipping" if record.recipe.get("clip_search") else "scales")
 
 

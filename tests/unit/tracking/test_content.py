@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from pipeline.tracking.content import (
     comparison_content,
@@ -60,6 +61,30 @@ def test_proofs_stand_side_by_side() -> None:
     columns = proof_columns(sample_results())
     assert columns["scheme"] == ["awq", "awq-lc"] and columns["backend"] == ["autoawq", "llmcompressor"]
     assert columns["proof/round_to_nearest_ratio"] == [1.3427, 1.3427]
+
+
+def test_kv_scales_are_figures_and_none_is_no_zero() -> None:
+    """Of two schemes, one with calibrated scales, so that they are missing in one row of the table and in one kind of run."""
+    bundle = sample_results()
+    columns = proof_columns(bundle)
+    scales = bundle.quantizations["awq-lc"].kv_scales
+    assert scales is not None
+    assert columns["proof/kv_coverage_min"] == [None, scales.coverage[0]]
+    assert columns["proof/kv_key_scale_max"] == [None, scales.key[1]]
+    assert columns["proof/kv_value_scale_min"] == [None, scales.value[0]]
+    assert columns["proof/kv_saturated_share"] == [None, scales.saturated.share]
+    assert columns["proof/kv_largest_key"] == [None, scales.largest_key]
+    assert columns["proof/kv_scale_layers"] == [None, 30]
+    assert columns["proof/unquantized_modules"] == [2, 2]
+    assert columns["proof/nan_inf_tensors_scanned"] == [271, 271] and columns["proof/nan_inf_values"] == [
+        0,
+        0,
+    ]
+    assert not any(point.key.startswith("proof/kv_") for point in variant_content(bundle, "awq").metrics)
+    bundle = replace(bundle, quantizations={"awq": bundle.quantizations["awq-lc"]})
+    found = {point.key: point.value for point in variant_content(bundle, "awq").metrics}
+    assert found["proof/kv_coverage_max"] == scales.coverage[1]
+    assert found["proof/kv_largest_value"] == scales.largest_value
 
 
 def test_level_figures_carry_the_concurrency_as_step() -> None:
