@@ -135,10 +135,15 @@ def find_leaks(items: Sequence[Item], texts: Mapping[str, str]) -> list[Leak]:
     """Eval items that are in one of `texts`: word for word, or at least half of their word (or CJK character) n-grams.
 
     A prompt that is too short to mean anything alone is looked for together with its right answer. One leak per item: the worst.
+    Items of one id are parts of one item, of which the first that is found counts.
     """
     index = TextIndex(texts)
-    found = ((item.id, _match(item, index)) for item in items)
-    return [Leak(name, match) for name, match in found if match is not None]
+    found: dict[str, Match] = {}
+    for item in items:
+        match = None if item.id in found else _match(item, index)
+        if match is not None:
+            found[item.id] = match
+    return [Leak(name, match) for name, match in found.items()]
 
 
 def check_no_leak(items: Sequence[Item], texts: Mapping[str, str]) -> None:

@@ -23,11 +23,12 @@ from typing import Any, NoReturn
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.files import sha256_file
 from pipeline.quality.cache import RequestCache
-from pipeline.quality.evalset import Item, sample_items, scoring_order
+from pipeline.quality.evalset import Item, check_no_leak, sample_items, scoring_order
 from pipeline.quality.intervals import wilson_interval
 from pipeline.quality.statistics import slice_scores
 from pipeline.quality.tasks import (
     TaskFiles,
+    benchmark_items,
     benchmark_samples,
     one_line,
     own_samples,
@@ -74,6 +75,7 @@ class EvalRun:
     are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of requests in
     flight. Whether it changes answers is the engine's matter: with max_num_seqs=1 on the server each step computes one whole
     prompt, so that nothing depends on arrival times. `looks` are the items after which a run may stop; empty: after all.
+    `calibration`: id -> text that no item of lm-eval's own task may be in; a team's set is held against it earlier.
     """
 
     folder: Path | None
@@ -89,6 +91,7 @@ class EvalRun:
     request_timeout_s: int = 300
     slice_items: Mapping[str, int] = field(default_factory=dict)
     looks: tuple[int, ...] = ()
+    calibration: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,9 @@ class Scores:
 def run_quality(run: EvalRun, endpoint: Endpoint, work_dir: Path, hooks: Hooks | None = None) -> Scores:
     """Score a task through `endpoint`. lm-eval's own log goes to `work_dir/lm-eval.log`.
 
-    Errors: `UserInputError` (eval set or task yaml wrong, prompts too long), `EngineFailedError` (no answer, or one that is no
-    score: missing or non-finite logprobs; the hook `check` is asked for the cause first).
+    Errors: `UserInputError` (eval set or task yaml wrong, prompts too long, a benchmark's item in the calibration text),
+    `EngineFailedError` (no answer, or one that is no score: missing or non-finite logprobs; the hook `check` is asked for the
+    cause first).
     """
     started = time.monotonic()
     hooks = hooks or Hooks()
@@ -235,11 +239,12 @@ def _evaluate(run: EvalRun, model: Any, task: str | Mapping[str, Any], where: st
     from lm_eval.tasks import TaskManager
 
     own = run.folder is not None
+    manager = TaskManager(include_defaults=not own)
     try:
         results = simple_evaluate(
             model=model,
-            tasks=[task if isinstance(task, str) else dict(task)],
-            task_manager=TaskManager(include_defaults=not own),
+            tasks=_benchmark_tasks(run, task, manager) if isinstance(task, str) else [dict(task)],
+            task_manager=manager,
             num_fewshot=run.fewshot,
             limit=None if own else run.items,  # of a team's set the sample is chosen here, not by lm-eval
             use_cache=None,  # it is keyed by the request, not by the model
@@ -261,6 +266,14 @@ def _evaluate(run: EvalRun, model: Any, task: str | Mapping[str, Any], where: st
     if results is None:
         raise EngineFailedError("lm-eval returned no results")
     return dict(results)
+
+
+def _benchmark_tasks(run: EvalRun, name: str, manager: Any) -> list[Any]:
+    """lm-eval's own task or a group's tasks, loaded; `UserInputError` before the first request when an item was calibrated on."""
+    tasks = list(manager.load(name)["tasks"].values())
+    if run.calibration:
+        check_no_leak([item for task in tasks for item in benchmark_items(task, run.items)], run.calibration)
+    return tasks
 
 
 def _scoring_model(run: EvalRun, endpoint: Endpoint, cache: RequestCache | None) -> Any:

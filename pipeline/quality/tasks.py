@@ -7,6 +7,7 @@ benchmark is one of lm-eval's own tasks by name, for machines that reach a hub; 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class TaskFiles:
 def refuse_leaks(settings: Settings) -> None:
     """Raise `UserInputError` when an eval item is calibration text: quality would be measured on what was tuned on.
 
-    Benchmarks of lm-eval's own come from a hub and aren't looked at.
+    Benchmarks of lm-eval's own come from a hub; the runner looks at them once they are there (`benchmark_items`).
     """
     evalset = settings.evalset
     if evalset.folder is None or not settings.quantizers:
@@ -159,6 +160,37 @@ def benchmark_samples(
     return found
 
 
+def benchmark_items(task: Any, limit: int | None) -> list[Item]:
+    """What a leak of lm-eval's own task would be found by, of its first `limit` items; ids as in `benchmark_samples`.
+
+    An item's parts have one id: its prompt (without examples), its longest text (a question whose options or instructions
+    would be most of the prompt, or a solution), and an answer that isn't one of several choices.
+    """
+    name, found = task.config.task, []
+    for place, doc in itertools.islice(enumerate(task.eval_docs), limit):
+        target, prompt = task.doc_to_target(doc), task.doc_to_text(doc)
+        chosen = task.config.doc_to_choice is not None and isinstance(target, int)
+        right = task.doc_to_choice(doc)[target] if chosen else target
+        texts = [value for value in doc.values() if isinstance(value, str)]
+        parts = [prompt if isinstance(prompt, str) else "", max(texts, key=len, default="")]
+        parts += [] if chosen else _texts(right)
+        identity = _place(name, place)
+        answer = " ".join(_texts(right))  # beside a prompt that is too short to be looked for alone
+        found += [
+            Item(identity, name, identity, part, (), 0, answer if part == prompt else "") for part in parts
+        ]
+    return found
+
+
+def _texts(target: Any) -> list[str]:
+    """A target as its texts: some tasks take any of several."""
+    return [str(one) for one in (target if isinstance(target, list | tuple) else [target])]
+
+
+def _place(task: str, place: int) -> str:
+    return f"{task}-{place:05}"
+
+
 def _once_each(
     logged: Sequence[Mapping[str, Any]], items: Sequence[Item], where: Path
 ) -> dict[str, Mapping[str, Any]]:
@@ -209,7 +241,7 @@ def _generated(entry: Mapping[str, Any], item: Item, metric: str | None, where: 
 
 
 def _benchmark_sample(entry: Mapping[str, Any], task: str, metric: str | None) -> Sample:
-    identity = f"{task}-{int(entry['doc_id']):05}"
+    identity = _place(task, int(entry["doc_id"]))
     shared = _shared(entry, identity, task, identity)
     correct = _is_right(entry, metric, task)
     first = entry["filtered_resps"][0]

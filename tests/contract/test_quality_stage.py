@@ -17,6 +17,7 @@ from pipeline.results import EngineFacts, Quality, load, save
 from pipeline.settings import Settings, load_settings
 from pipeline.stages import measure, quality
 from pipeline.stages.context import WEIGHTS
+from pipeline.texts import load_texts
 from tests.support import sample_results
 from tests.support.mock_vllm import fake_python
 from tests.support.zoo_set import YAML
@@ -157,6 +158,8 @@ def test_a_published_task_beside_the_teams_own_comes_from_the_hub() -> None:
     asked = [quality._asked(settings, task, ()) for task in (evalset, *evalset.further)]
     assert {run.task for run in asked if run.folder is None} == {"gsm8k_cot", "mmlu_pro", "ceval-valid"}
     assert {run.task for run in asked if run.folder} == {"team_demo", "team_demo_short"}
+    texts = load_texts(ROOT / settings.calibration.file)
+    assert all(run.calibration == ({} if run.folder else texts) for run in asked)
 
 
 @pytest.mark.parametrize(

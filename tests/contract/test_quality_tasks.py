@@ -284,6 +284,73 @@ def test_a_benchmark_with_several_filters_is_read_through_the_one_that_is_named(
             run_quality(replace(run, filter="strict"), endpoint, benchmarks.parent / "b")
 
 
+def test_a_groups_tasks_are_its_slices(benchmarks: Path, tokenizer_dir: Path) -> None:
+    (benchmarks / "other.yaml").write_text(
+        (benchmarks / "zoo.yaml").read_text().replace("task: zoo", "task: other")
+    )
+    (benchmarks / "group.yaml").write_text("group: both\ntask: [zoo, other]\n")
+    run = EvalRun(folder=None, task="both", items=5, seed=0, concurrency=4, metric="acc")
+    with scoring_server() as server:
+        endpoint = Endpoint(server.base_url, "demo", tokenizer_dir, 512)
+        found = run_quality(run, endpoint, benchmarks.parent / "b")
+        assert {name: one.n for name, one in found.scores.slices.items()} == {"other": 5, "zoo": 5}
+        leak = replace(run, calibration={"diary": zoo_items()[2]["prompt"]})
+        with pytest.raises(UserInputError, match=r"eval item 'zoo-00002' .*; 1 more items leak too"):
+            run_quality(leak, endpoint, benchmarks.parent / "b")
+
+
+ASKED = "A keeper forgot his bucket beside the pond, and the first to find it was the"
+NOT_ASKED = "Before the gates open somebody has to wake the old and sleepy"
+NOTE = "In the visitors' book of that spring a child from the village draws a whole pride of lions and writes a name under each."
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"We read: {ASKED} zebra.", r"'zoo-00003' is also in the text 'diary' \(word for word\)"),
+        (f"Today {NOTE[3:110]}!", r"'zoo-00005' is also in the text 'diary' \(\d+% of"),
+        ("A keeper forgot his bucket beside the sea.", None),
+        (NOT_ASKED, None),
+    ],
+)
+def test_a_benchmark_s_items_may_not_be_calibration_text(
+    benchmarks: Path, tokenizer_dir: Path, text: str, says: str | None
+) -> None:
+    """Found before the first request: a prompt, or what is most of an item; but not one that isn't asked."""
+    items = zoo_items()
+    items[3]["prompt"], items[5]["note"], items[12]["prompt"] = ASKED, NOTE, NOT_ASKED
+    write_items(benchmarks, items)
+    run = EvalRun(folder=None, task="zoo", items=12, seed=0, concurrency=4, metric="acc")
+    run = replace(run, calibration={"other": "Nothing of the kind.", "diary": text})
+    with scoring_server() as server:
+        endpoint = Endpoint(server.base_url, "demo", tokenizer_dir, 512)
+        if says is None:
+            assert len(run_quality(run, endpoint, benchmarks.parent / "b").samples) == 12
+            return
+        with pytest.raises(
+            UserInputError, match=f"eval item {says}.*measured on what the model was tuned on$"
+        ):
+            run_quality(run, endpoint, benchmarks.parent / "b")
+        assert server.requests == []
+
+
+def test_a_benchmark_s_generated_answer_may_not_be_calibration_text(
+    benchmarks: Path, tokenizer_dir: Path
+) -> None:
+    solution = "first four tigers, then three of them leave"
+    generative(benchmarks, ["tiger", solution, "mouse"])
+    yaml = (benchmarks / "names.yaml").read_text().replace("names.jsonl", str(benchmarks / "names.jsonl"))
+    (benchmarks / "names.yaml").write_text(yaml.replace("{{answer}}", "{{answer | replace('four', 'five')}}"))
+    run = EvalRun(None, "names", None, 0, 4, metric="exact_match")
+    told = f"It was so: {solution.replace('four', 'five')}."
+    run = replace(run, calibration={"diary": told})
+    with scoring_server(answers=lambda text: (" tiger", "stop"), tokenizer=tokenizer_dir) as server:
+        endpoint = Endpoint(server.base_url, "demo", tokenizer_dir, 512)
+        with pytest.raises(UserInputError, match="eval item 'names-00001' is also in the text 'diary'"):
+            run_quality(run, endpoint, benchmarks.parent / "b")
+        assert server.requests == []
+
+
 # --- BOS and chat template ------------------------------------------------------------------------------------
 
 
