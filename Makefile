@@ -3,6 +3,13 @@
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/orchestrator/bin
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
+# Nothing of another Python's gets into the environments.
+unexport PYTHONPATH PYTHONHOME
+# A PROFILE in the environment is somebody else's: this one rewrites params.yaml, so it must be asked for.
+ifneq ($(origin PROFILE),command line)
+override PROFILE :=
+endif
 .PHONY: help profile environments doctor repro test lint unit contract e2e gpu-test ui bench lock clean
 
 help: ## what there is

@@ -16,13 +16,13 @@ from typing import Any
 from pipeline.errors import UserInputError
 
 
-def cache_folder() -> Path:
-    """The user's cache folder for this project: `$XDG_CACHE_HOME/quantgate`, else `~/.cache/quantgate`.
+def cache_folder(*parts: str) -> Path:
+    """A folder below the user's cache folder for this project: `$XDG_CACHE_HOME/quantgate`, else `~/.cache/quantgate`.
 
-    A link is followed: one to a scratch disk's folder that was purged can't be made a folder, where it leads can.
+    Links are followed: one to a scratch disk's folder that was purged can't be made a folder, where it leads can.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"
-    return folder.resolve()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantgate"
+    return cache.joinpath(*parts).resolve()
 
 
 def write_text(path: str | Path, text: str) -> Path:

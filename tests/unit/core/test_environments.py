@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -87,6 +90,44 @@ def test_interrupted_build_is_not_taken_for_a_finished_one(
     monkeypatch.setattr(subprocess, "run", fake_run(made))
     build.ensure("serve")
     assert not leftover.exists()
+
+
+def test_links_to_a_purged_disk_are_no_obstacle(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the environments is made where its link leads; a link in an environment's own place gives way."""
+    monkeypatch.setattr(subprocess, "run", fake_run([]))
+    environments = scratch / "cache/quantgate/environments"
+    environments.parent.mkdir(parents=True)
+    environments.symlink_to(scratch / "purged/environments")
+    folder = build.ensure("serve")
+    assert folder.parent == scratch / "purged/environments"
+    for put in (lambda: folder.symlink_to(scratch / "purged/serve"), lambda: folder.write_text("")):
+        shutil.rmtree(folder)
+        put()
+        assert build.ensure("serve") == folder
+        assert folder.is_dir() and not folder.is_symlink()
+
+
+def test_every_command_of_a_build_holds_its_lock(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pip that outlives a killed build must keep the next one waiting."""
+    lock = build.environment_folder("serve").with_name(f"{build.environment_folder('serve').name}.lock")
+    run = fake_run([])
+    held = []
+
+    def holding(command: list[str], **keywords: Any) -> subprocess.CompletedProcess[str]:
+        (descriptor,) = keywords["pass_fds"]
+        held.append(os.path.samestat(os.fstat(descriptor), lock.stat()))
+        return run(command, **keywords)
+
+    monkeypatch.setattr(subprocess, "run", holding)
+    build.ensure("serve")
+    assert held == [True] * 4
+
+
+def test_pips_settings_move_no_package_elsewhere() -> None:
+    """Those of an index, a proxy or constraints stay: without them there may be nothing to install."""
+    kept = {"PATH": "/bin", "PIP_INDEX_URL": "x", "PIP_CONSTRAINT": "y"}
+    moved = {"PIP_USER": "1", "PIP_TARGET": "/t", "PIP_PREFIX": "/p", "PYTHONPATH": "/q"}
+    assert build.build_variables(kept | moved) == kept | {"PIP_USER": "0"}
 
 
 def test_changed_lock_is_another_environment(scratch: Path) -> None:
@@ -171,6 +212,21 @@ def test_a_profile_needs_the_environments_of_its_own_quantizers() -> None:
     other = awq.model_copy(update={"backend": "llmcompressor"})
     both = settings.model_copy(update={"quantizers": {"awq": awq, "other": other}})
     assert environments_of(both) == ["orchestrator", "serve", "autoawq", "llmcompressor"]
+
+
+def test_make_takes_a_profile_from_its_command_line_only() -> None:
+    """`make test` in a shell that has a PROFILE for something else must not rewrite params.yaml."""
+    root = Path(build.__file__).parents[2]
+    for command in (["make", "-n", "repro"], ["make", "-e", "-n", "repro"]):
+        shown = subprocess.run(
+            command,
+            cwd=root,
+            env=os.environ | {"PROFILE": "mine"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "mine" not in shown.stdout
 
 
 def test_make_takes_a_profile_before_it_builds_for_it() -> None:

@@ -119,8 +119,12 @@ def test_a_cache_folder_that_links_to_a_purged_disk_is_made_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "quantgate").symlink_to(tmp_path / "scratch" / "quantgate")
-    (cache_folder() / "environments").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "other").mkdir()
+    cache_folder("environments").mkdir(parents=True, exist_ok=True)
     assert (tmp_path / "scratch" / "quantgate" / "environments").is_dir()
+    (cache_folder() / "models").symlink_to(tmp_path / "other" / "models")
+    cache_folder("models", "some-model").mkdir(parents=True)
+    assert (tmp_path / "other" / "models" / "some-model").is_dir()
 
 
 def test_unreachable_hub_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
