@@ -31,6 +31,8 @@ import psutil
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 ORPHANED_GRACE_S = 5.0
 KILL_WAIT_S = 10.0
+SOCKET_PATH_BYTES = 107  # unix(7): sun_path without its final zero
+SOCKET_NAME_BYTES = 36  # a UUID: get_open_zmq_ipc_path, vllm/utils/network_utils.py of 0.32.0
 
 
 def main() -> int:
@@ -39,7 +41,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when to stop
     request = json.loads(sys.stdin.buffer.readline())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    folder = tempfile.mkdtemp(prefix="quantgate-engine-")
+    folder = engine_folder()
     try:
         try:
             pid = _start(request, folder)
@@ -53,6 +55,15 @@ def main() -> int:
         return 0 if left == 0 else 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def engine_folder() -> str:
+    """A new folder for the engine's temporary files, short enough for its sockets: in /tmp where TMPDIR is too long a path."""
+    folder = tempfile.mkdtemp(prefix="quantgate-engine-")
+    if len(os.fsencode(folder)) + len("/") + SOCKET_NAME_BYTES > SOCKET_PATH_BYTES:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="quantgate-engine-", dir="/tmp")
+    return folder
 
 
 def _start(request: dict[str, Any], folder: str) -> int:

@@ -24,7 +24,8 @@ from pipeline.results import LoadLevel
 from tests.support.environments import environment_python
 from tests.support.load_cells import TOKENS, Seen, closed_cell, run_cell
 from tests.support.mock_vllm import REPOSITORY, start_mock
-from tests.support.patience import wait_until
+from tests.support.patience import wait_until_empty
+from tests.support.processes import alive
 from tests.support.scripted_times import SCRIPTS, Script, run_script
 
 TTFT_S, ITL_S = 0.2, 0.02
@@ -266,6 +267,4 @@ def test_generator_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until(
-        lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    )
+    wait_until_empty(lambda: alive(children))

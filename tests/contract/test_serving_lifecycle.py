@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from pipeline.serving.engine import locked_engine
 from pipeline.serving.server import Server, serve
 from tests.support.mock_vllm import fake_python
 from tests.support.patience import PATIENCE_S, wait_until, wait_until_empty
-from tests.support.processes import is_running
+from tests.support.processes import alive, is_running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -68,12 +69,8 @@ def marked(folder: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             text = " ".join(process.cmdline()) + " " + process.environ().get("QUANTGATE_TEST_MARK", "")
-            if (
-                process.pid != os.getpid()
-                and str(folder) in text
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found.append(process)
+            if process.pid != os.getpid() and str(folder) in text:
+                found += alive([process])
         except psutil.Error:
             continue
     return found
@@ -121,6 +118,19 @@ def test_engine_temporary_files_are_removed(start: Callable[..., Any]) -> None:
         assert folder.is_dir()
         (folder / "left").write_text("something")
     assert not folder.exists()
+
+
+def test_a_long_temporary_folder_leaves_room_for_the_engines_sockets(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with start() as server:
+        folder = psutil.Process(server.pid).environ()["TMPDIR"]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/{uuid.uuid4()}")
+    assert os.listdir(long) == [] and not Path(folder).exists()
 
 
 def test_children_that_left_the_group_are_ended_too(start: Callable[..., Any], tmp_path: Path) -> None:
