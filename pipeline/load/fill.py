@@ -83,12 +83,10 @@ def fill_result(
 
 
 def _waiting_at_peak(inside: Sequence[TimelineRow]) -> int | None:
-    """Requests in the queue at the last sample that shows the peak: before it more of them were waiting for their turn."""
+    """The longest queue of the samples that show the peak: before all requests have come, and once some have ended, it is shorter."""
     running = peak(inside, "running")
-    at_peak = [
-        row["waiting"] for row in inside if row.get("running") == running and row.get("waiting") is not None
-    ]
-    return int(at_peak[-1]) if at_peak else None
+    waiting = peak([row for row in inside if row.get("running") == running], "waiting")
+    return None if waiting is None else int(waiting)
 
 
 def _explain(

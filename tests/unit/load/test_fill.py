@@ -78,6 +78,17 @@ def test_agreement_to_the_sequence() -> None:
     assert (found.start_s, found.end_s) == (10.0, 16.0)
 
 
+def test_the_queue_is_the_longest_while_the_peak_ran() -> None:
+    """Ten of twelve had come at the first sample; at the last three had ended, and three of the queue had taken their places."""
+    rows = [
+        {"t_s": 11.0 + n, "running": 8.0, "waiting": w, "kv_usage": 0.9}
+        for n, w in enumerate((2.0, 4.0, 1.0))
+    ]
+    rows.insert(0, {"t_s": 10.5, "running": 2.0, "waiting": 6.0, "kv_usage": 0.2})
+    records = [record(0, 10.0, 1.0, 1.0, tokens=6, level=12, cell="fill")]
+    assert fill_result(FillPlan(12, 488, 24, 8, None), capacity(), 4480, records, rows).waiting_at_peak == 4
+
+
 @pytest.mark.parametrize(
     ("running", "changes", "named"),
     [
