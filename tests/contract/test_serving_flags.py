@@ -42,7 +42,7 @@ def in_engine(argv: dict[str, list[str]], card: dict[str, Any] | None, build: bo
     spec = ServeSpec(
         locked_engine()[1], Path("x"), "x", "cpu" if card is None else "cuda", 16, 1, kv_cache_memory_bytes=1
     )
-    environment = build_environment(spec, {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]})
+    environment = build_environment(spec, {"PATH": os.environ["PATH"], "HOME": str(Path.home())})
     done = subprocess.run(
         [environment_python("serve"), "-m", "tests.support.engine_child"],
         input=json.dumps({"card": card, "argv": argv, "build": build}),

@@ -33,6 +33,7 @@ from pipeline.settings.schema import QuantizeRecipe
 from pipeline.verdict.policy import Policy
 from pipeline.verdict.quality import Evidence, divergence_gates, quality_gate
 from tests.support.environments import environment_python
+from tests.support.patience import ENGINE_START_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SET = ROOT / "evalsets/team-demo"
@@ -84,7 +85,7 @@ def run(model: Path, kv_cache_dtype: str, folder: Path, reference: ScoredStream 
         model_dir=model, served_name="m", target="cpu", max_model_len=512, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype,
         kv_cache_memory_bytes=80 * 2**20, block_size=128, engine_version=locked_engine()[1],
     )  # fmt: skip
-    with serve(spec, environment_python("serve"), folder / "serve.log", 400) as server:
+    with serve(spec, environment_python("serve"), folder / "serve.log", ENGINE_START_S) as server:
         asked = EvalRun(SET, "team_demo", ITEMS, seed=3, concurrency=8, slice_items={"long_context": 1})
         endpoint = Endpoint(server.base_url, "m", model, 512)
         scores = run_quality(asked, endpoint, folder / "scores", Hooks(server.check))

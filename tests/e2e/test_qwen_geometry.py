@@ -24,6 +24,7 @@ from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
 from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.environments import environment_python
+from tests.support.patience import ENGINE_START_S
 from tests.support.tiny_models import VOCAB, prose, write_bf16_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def test_real_widths_are_quantized_and_served(
         model_dir=out, served_name="qwen", target="cpu", max_model_len=256, max_num_seqs=4, kv_cache_dtype="fp8",
         kv_cache_memory_bytes=POOL_BYTES, block_size=BLOCK, engine_version=locked_engine()[1],
     )  # fmt: skip
-    with serve(spec, environment_python("serve"), tmp_path / "serve.log", 400) as server:
+    with serve(spec, environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S) as server:
         log = parse_log(server.log_text())
         tokens, _ = reported_capacity(log, parse_metrics(server.metrics_text()))
     assert tokens == POOL_BYTES // (KAPPA_BYTES * BLOCK) * BLOCK

@@ -35,8 +35,11 @@ print("attention:", AttentionBackendEnum.CPU_ATTN.get_path())
 
 def run(code: list[str], *, avx2: bool, **variables: str) -> subprocess.CompletedProcess[str]:
     path = [plugin_pythonpath()] + ([AVX2_ONLY] if avx2 else [])
-    environment = {name: value for name, value in os.environ.items() if name != detect.VARIABLE}
-    environment |= {"PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "INFO", **variables}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **variables,
+    }
     return subprocess.run(
         [sys.executable, *code], env=environment, capture_output=True, text=True, timeout=1800, check=False
     )
