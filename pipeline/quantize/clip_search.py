@@ -10,7 +10,7 @@ here each end is searched on its own, the upper one first: the 10 shrinkages fro
 
 AWQ's scales are searched for the weights that clipping leaves, in either backend: scales chosen for weights that nobody clips
 widen the groups that clipping then cuts. On the 135M model AutoAWQ ends at a perplexity of x1.132 that way, with the joint search
-at x1.088 (llm-compressor: x1.091), and with clipping and no scales at x1.093.
+at x1.089 (llm-compressor: x1.091), and with clipping and no scales at x1.093.
 """
 
 from __future__ import annotations
