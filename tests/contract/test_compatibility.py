@@ -66,7 +66,7 @@ def test_the_backends_compute_in_what_the_table_says() -> None:
     """Ours ask for it: the table is what doctor says, the modules are what is done."""
     for name, on_cuda in (("autoawq", "torch.float16"), ("llmcompressor", '"auto"')):
         text = (ROOT / "pipeline" / "quantize" / f"{name}.py").read_text(encoding="utf-8")
-        assert f"dtype={on_cuda} if on_cuda else torch.float32" in text
+        assert f"dtype={on_cuda} if job.on_cuda else torch.float32" in text
         assert QUANTIZERS[name].computes_in["cpu"] == "float32"
 
 

@@ -15,7 +15,7 @@ import pytest
 from pipeline.gpu import read_gpus
 from pipeline.planning.calibrate import calibrate
 from pipeline.results import Gpu, GpuLoad, GpuMemory, save
-from pipeline.serving.command import build_command
+from pipeline.serving.command import ServeSpec, build_command
 from pipeline.serving.server import Server
 from pipeline.serving.signals import parse_log
 from pipeline.settings import Settings, load_settings
@@ -32,6 +32,7 @@ VARIANTS = ("awq", "awq-fp8kv", "awq-kv-per-token-head", "awq-pinned")
 class ToldServer:
     """A server that left this log behind."""
 
+    spec: ServeSpec
     command: list[str]
     text: str
     gpus: tuple[Gpu, ...]
@@ -70,7 +71,7 @@ def started(
     )  # fmt: skip
     spec = dummy_spec(settings, name, row)
     log = text or (RECORDED / f"log-0.32-rtx4090-{name}.txt").read_text(encoding="utf-8")
-    server = ToldServer(build_command(spec, "python", 8000), log, (card,), [memory])
+    server = ToldServer(spec, build_command(spec, "python", 8000), log, (card,), [memory])
     run = memory_run(settings, name, row, cast(Server, server))
     load = GpuLoad(
         uuid=card.uuid, name=card.name, readings=9, sm_clock_mhz=(2_500, 2_600.0, 2_700), memory_clock_mhz=None,
