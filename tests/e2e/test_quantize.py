@@ -147,7 +147,7 @@ def test_llm_compressors_shipped_recipe_reaches_its_limits_on_the_demos_model(
     assert record.perplexity.ratio < recipe.max_perplexity_ratio
     assert recipe.max_share_of_rounding_loss is not None
     assert (record.perplexity.share_of_rounding_loss or 1.0) < recipe.max_share_of_rounding_loss
-    assert record.kv_scales is not None and record.kv_scales["layers"] == 30
+    assert record.kv_scales is not None and record.kv_scales.layers == 30
 
 
 def prove(request: QuantizeRequest, log: Path) -> dict[str, Any]:
