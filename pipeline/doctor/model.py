@@ -11,9 +11,9 @@ import huggingface_hub.constants
 import requests
 
 from pipeline.doctor.check import Check, ok, unfit, warn
-from pipeline.files import cache_folder, read_json
+from pipeline.files import read_json
 from pipeline.models.check import check_model
-from pipeline.models.source import hub_folder, local_folder
+from pipeline.models.source import hub_folder, local_folder, package_file
 from pipeline.runs import RUNS
 from pipeline.settings import Settings
 from pipeline.settings.schema import HubSource, LocalSource, PackageSource
@@ -31,8 +31,7 @@ def check_source(settings: Settings) -> Check:
                 f"{source.path}: {facts.architecture}, {facts.parameters / 1e9:.2f} billion parameters",
             )
         case PackageSource() as source:
-            path = cache_folder() / "models" / source.package / Path(source.file).name
-            if path.is_file():
+            if package_file(source).is_file():
                 return ok("model", f"{source.package} is at hand")
             return warn(
                 "model",

@@ -47,9 +47,14 @@ def check_room(settings: Settings, nvml: Any = None) -> Iterator[Check]:
             sizes, Request(recipe.backend, recipe.group_size, settings.server.tensor_parallel)
         ):
             continue  # `check_quantizers` says why
-        folder = RUNS / settings.profile / "weights" / scheme
+        folder = _checkpoint(settings, scheme)
         room = room_for(sizes, recipe, on_cuda=kind == "cuda", element_bytes=element_bytes)
         yield from _room(f"room {scheme}", list(needs(room, folder, card)), made=folder.is_dir())
+
+
+def _checkpoint(settings: Settings, scheme: str) -> Path:
+    """Where the stage puts it."""
+    return RUNS / settings.profile / "weights" / scheme
 
 
 def _room(name: str, asked: list[Need], *, made: bool) -> Iterator[Check]:
@@ -98,16 +103,8 @@ def check_tokens(settings: Settings) -> Iterator[Check]:
     folder = model_folder(settings)
     tokenizer = None if folder is None else _tokenizer(folder)
     requests = {
-        scheme: QuantizeRequest(
-            scheme=scheme,
-            model_dir=folder or Path(),
-            out_dir=RUNS / settings.profile / "weights" / scheme,
-            calibration_file=Path(settings.calibration.file),
-            heldout_file=Path(settings.calibration.heldout_file),
-            chat_template=settings.calibration.chat_template,
-            recipe=recipe.recipe,
-        )
-        for scheme, recipe in settings.quantizers.items()
+        scheme: QuantizeRequest.of(settings, scheme, folder or Path(), _checkpoint(settings, scheme))
+        for scheme in settings.quantizers
     }
     for scheme, request in requests.items():
         name, recipe = f"calibration tokens {scheme}", request.recipe

@@ -28,10 +28,18 @@ __all__ = [
     "fetch_package",
     "hub_folder",
     "local_folder",
+    "package_file",
 ]
 
 # What a Hugging Face folder needs for serving and quantizing; other formats of the same weights stay behind.
 HUB_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+
+
+def package_file(source: PackageSource, cache: Path | None = None) -> Path:
+    """Where the package's GGUF file stands once it was fetched: below `cache`, by default the user's."""
+    within = ("models", source.package)
+    folder = cache_folder(*within) if cache is None else cache.joinpath(*within)
+    return folder / Path(source.file).name
 
 
 def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
@@ -41,10 +49,9 @@ def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
     taken for a finished one. Raises `EnvironmentUnfitError` when the package can't be downloaded and
     `UserInputError` when it doesn't hold the file or the digest differs.
     """
-    within = ("models", source.package)
-    folder = cache_folder(*within) if cache is None else cache.joinpath(*within)
-    target = folder / Path(source.file).name
+    target = package_file(source, cache)
     if not target.is_file():
+        folder = target.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
             wheel = _download_wheel(source.package, Path(scratch))

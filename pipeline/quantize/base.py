@@ -29,7 +29,7 @@ from pipeline.models.prepare import replace_folder
 from pipeline.quantize.calibration import refuse_overlap
 from pipeline.quantize.room import Card, card_of, refuse_without_room, room_for, stored_element_bytes
 from pipeline.results import Quantization
-from pipeline.settings.schema import QuantizeRecipe
+from pipeline.settings.schema import QuantizeRecipe, Settings
 
 # glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
 # quantization on a CPU. Keeping up to 4 GiB on the heap ends that (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
@@ -68,6 +68,22 @@ class QuantizeRequest(BaseModel):
     """Cards that will share every layer of the result: a group of weights can't be cut between two."""
     progress_file: Path | None = None
     """Where the running module writes how far it is; set by the launcher."""
+
+    @classmethod
+    def of(cls, settings: Settings, scheme: str, model_dir: Path, out_dir: Path) -> QuantizeRequest:
+        """What a profile asks for under the name `scheme`."""
+        texts = settings.calibration
+        return cls(
+            scheme=scheme,
+            model_dir=model_dir,
+            out_dir=out_dir,
+            calibration_file=Path(texts.file),
+            heldout_file=Path(texts.heldout_file),
+            chat_template=texts.chat_template,
+            recipe=settings.quantizers[scheme].recipe,
+            device_kind=settings.device.kind,
+            tensor_parallel=settings.server.tensor_parallel,
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.errors import QuantgateError
-from pipeline.quantize.round_to_nearest import round_to_nearest
+from pipeline.quantize.round_to_nearest import onto_steps, round_to_nearest
 
 EXPONENTS = (0.0, 0.15, 0.3, 0.45, 0.6)
 """Powers of the mean input that are tried as scales, from none at all: each takes a clip search."""
@@ -47,10 +47,8 @@ def unscale(gram: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def fake_quantize(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, levels: int) -> torch.Tensor:
-    """`weight` rounded onto `levels` steps between `low` and `high` (broadcast), with an integer zero point, as AWQ stores it."""
-    scales = (high - low).clamp(min=1e-5) / levels
-    zeros = (-torch.round(low / scales)).clamp(0, levels)
-    return ((torch.round(weight / scales) + zeros).clamp(0, levels) - zeros) * scales
+    """`weight` rounded onto `levels` steps between `low` and `high` (broadcast)."""
+    return onto_steps(weight, low, (high - low).clamp(min=1e-5) / levels, levels)
 
 
 def clip(weight: torch.Tensor, gram: torch.Tensor, bits: int) -> torch.Tensor:

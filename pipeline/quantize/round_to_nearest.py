@@ -18,6 +18,10 @@ def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> torch.
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     levels = 2**bits - 1
     scales = ((high - low).clamp(min=1e-5) / levels).half().float()
+    return onto_steps(groups, low, scales, levels).reshape(weight.shape).to(weight.dtype)
+
+
+def onto_steps(weight: torch.Tensor, low: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
+    """`weight` on `levels` steps of `scales` from `low` up (broadcast), with an integer zero point, as AWQ stores it."""
     zeros = (-torch.round(low / scales)).clamp(0, levels)
-    rounded = (torch.round(groups / scales) + zeros).clamp(0, levels)
-    return ((rounded - zeros) * scales).reshape(weight.shape).to(weight.dtype)
+    return ((torch.round(weight / scales) + zeros).clamp(0, levels) - zeros) * scales

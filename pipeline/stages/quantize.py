@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from pipeline.errors import UserInputError
 from pipeline.quality.tasks import refuse_leaks
@@ -18,20 +17,9 @@ def run(settings: Settings, scheme: str) -> None:
         raise UserInputError(
             f"weights scheme {scheme!r} isn't in the profile {settings.profile}; it has {', '.join(settings.quantizers)}"
         )
-    recipe = settings.quantizers[scheme]
     refuse_leaks(settings)
-    request = QuantizeRequest(
-        scheme=scheme,
-        model_dir=weights_folder("bf16"),
-        out_dir=WEIGHTS / scheme,
-        calibration_file=Path(settings.calibration.file),
-        heldout_file=Path(settings.calibration.heldout_file),
-        chat_template=settings.calibration.chat_template,
-        recipe=recipe.recipe,
-        device_kind=settings.device.kind,
-        tensor_parallel=settings.server.tensor_parallel,
-    )
-    python = python_of(settings, backend(recipe.backend).environment)
+    request = QuantizeRequest.of(settings, scheme, weights_folder("bf16"), WEIGHTS / scheme)
+    python = python_of(settings, backend(request.recipe.backend).environment)
     record = quantize(request, python, log_path=LOGS / f"quantize-{scheme}.log")
     save(RESULTS / "quantize" / f"{scheme}.json", record)
     print(f"{scheme}: perplexity x{record.perplexity.ratio:.3f}, {record.weight_bytes / 1024**2:.1f} MiB")

@@ -27,6 +27,7 @@ from pipeline.results import Measurement, PlanRow, Verdict, load
 from pipeline.settings import load_settings
 from pipeline.stages.measure import search_plans, slo_of
 from tests.support.patience import ENGINE_START_S, wait_until, wait_until_empty
+from tests.support.processes import alive
 from tests.support.tree import copy_tree
 
 VARIANTS = ["bf16", "awq-fp8kv"]
@@ -87,7 +88,7 @@ def _repro(folder: Path) -> set[str]:
 
 def _left_over(folder: Path, known: Sequence[psutil.Process] = ()) -> list[str]:
     """Live processes that work in or for the clone, and those of `known`: the engine's hide what they were started with."""
-    found = [f"{process.pid} known" for process in known if process.is_running() and not _is_zombie(process)]
+    found = [f"{process.pid} known" for process in alive(known)]
     for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
         if process.pid == os.getpid():
             continue
@@ -95,13 +96,6 @@ def _left_over(folder: Path, known: Sequence[psutil.Process] = ()) -> list[str]:
         if str(folder) in words or str(folder) in (process.info["cwd"] or ""):
             found.append(f"{process.pid} {words[:120]}")
     return found
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import pytest
 from pipeline.errors import UserInputError
 from pipeline.models.check import check_model
 from pipeline.quantize import base
-from pipeline.quantize.base import QuantizeRequest, quantize
-from pipeline.settings.schema import QuantizeRecipe
+from pipeline.quantize.base import quantize
 from tests.support.patience import wait_until
 from tests.support.processes import is_running
-from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
+from tests.support.quantize_requests import tiny_request
+from tests.support.tiny_models import LLAMA, write_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,14 +26,7 @@ ROOT = Path(__file__).parents[3]
 def test_sigkill_leaves_only_what_was_whole(
     tmp_path: Path, earlier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = QuantizeRequest(
-        scheme="awq",
-        model_dir=write_model(tmp_path / "model", LLAMA),
-        out_dir=tmp_path / "out",
-        calibration_file=write_texts(tmp_path / "calibration.jsonl", prose(5, seed=1)),
-        heldout_file=write_texts(tmp_path / "heldout.jsonl", prose(5, seed=2)),
-        recipe=QuantizeRecipe(group_size=64),
-    )
+    request = tiny_request(tmp_path)
     if earlier:
         write_model(request.out_dir, LLAMA)
     asked, half, partial = tmp_path / "request.json", tmp_path / "half", tmp_path / ".out.partial"

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 from pipeline.errors import EnvironmentUnfitError, QuantgateError, UserInputError
 from pipeline.models.architectures import geometry
 from pipeline.quantize import room
-from pipeline.quantize.base import QuantizeRequest, backend, check_request, check_size, quantize
+from pipeline.quantize.base import backend, check_request, check_size, quantize
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.geometries import SMOLLM2
-from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
+from tests.support.quantize_requests import tiny_request
+from tests.support.tiny_models import prose, write_model, write_texts
 
 
 @pytest.mark.parametrize(
@@ -86,23 +87,12 @@ def test_unknown_backend_is_named() -> None:
         backend("gptq")
 
 
-def make_request(folder: Path, **recipe: Any) -> QuantizeRequest:
-    return QuantizeRequest(
-        scheme="awq",
-        model_dir=write_model(folder / "model", LLAMA),
-        out_dir=folder / "out",
-        calibration_file=write_texts(folder / "calibration.jsonl", prose(5, seed=1)),
-        heldout_file=write_texts(folder / "heldout.jsonl", prose(5, seed=2)),
-        recipe=QuantizeRecipe(**{"group_size": 64, **recipe}),
-    )
-
-
 def test_sound_request_passes(tmp_path: Path) -> None:
-    check_request(make_request(tmp_path))
+    check_request(tiny_request(tmp_path))
 
 
 def test_group_size_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    request = make_request(tmp_path, group_size=128)
+    request = tiny_request(tmp_path, group_size=128)
     config = json.loads((request.model_dir / "config.json").read_text())
     config |= {"intermediate_size": 192}
     write_model(request.model_dir, config)
@@ -114,14 +104,14 @@ def test_group_size_that_does_not_divide_is_refused_with_those_that_do(tmp_path:
 
 
 def test_heldout_text_that_is_calibration_text_is_refused(tmp_path: Path) -> None:
-    request = make_request(tmp_path)
+    request = tiny_request(tmp_path)
     write_texts(request.heldout_file, [*prose(5, seed=2), prose(5, seed=1)[3].replace(" ", "  ")])
     with pytest.raises(UserInputError, match=r"heldout\.jsonl: text 't5' is in .*calibration\.jsonl too"):
         check_request(request)
 
 
 def test_refused_request_writes_nothing(tmp_path: Path) -> None:
-    request = make_request(tmp_path)
+    request = tiny_request(tmp_path)
     (request.model_dir / "tokenizer.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserInputError, match="no tokenizer"):
@@ -130,7 +120,7 @@ def test_refused_request_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_quantized_model_is_refused(tmp_path: Path) -> None:
-    request = make_request(tmp_path)
+    request = tiny_request(tmp_path)
     config = json.loads((request.model_dir / "config.json").read_text())
     (request.model_dir / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "awq"}})
@@ -143,7 +133,7 @@ def test_quantized_model_is_refused(tmp_path: Path) -> None:
 
 def test_size_on_disk_is_held_against_the_planners(tmp_path: Path) -> None:
     """The unquantized folder is 16 bits a weight where the recipe makes 4: both numbers are said."""
-    request = make_request(tmp_path)
+    request = tiny_request(tmp_path)
     with pytest.raises(
         QuantgateError,
         match=r"take 1,\d{3},\d{3} bytes, but the planner reckons with \d{3},\d{3}: \+\d+\.\d%",
@@ -158,7 +148,7 @@ def test_size_on_disk_is_held_against_the_planners(tmp_path: Path) -> None:
 
 
 def test_no_room_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = make_request(tmp_path)
+    request = tiny_request(tmp_path)
     monkeypatch.setattr(room, "free_memory", lambda: 2**28)
     with pytest.raises(
         EnvironmentUnfitError, match=r"about \d\.\d\d GiB of memory, and 0\.25 GiB are free"

@@ -13,12 +13,12 @@ import pytest
 from pipeline.errors import EnvironmentUnfitError, QuantgateError
 from pipeline.models.architectures import geometry
 from pipeline.quantize import base, room
-from pipeline.quantize.base import QuantizeRequest, check_request, quantize
+from pipeline.quantize.base import check_request, quantize
 from pipeline.quantize.room import GIB, card_of, free_memory, room_for, stored_element_bytes
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.geometries import QWEN25_7B, SMOLLM2
+from tests.support.quantize_requests import tiny_request
 from tests.support.recorded_nvml import SECOND_UUID, UUID, RecordedNvml, mig_card, rtx_4090
-from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
 
 SEVEN = geometry(QWEN25_7B, "Qwen2.5-7B")
 AWQ = QuantizeRecipe(group_size=128, samples=64, sequence_tokens=256)
@@ -154,24 +154,12 @@ def test_the_card_is_the_first_visible_one(monkeypatch: pytest.MonkeyPatch) -> N
 # --- the stage ---------------------------------------------------------------------------------------------------
 
 
-def make_request(folder: Path, kind: str) -> QuantizeRequest:
-    return QuantizeRequest(
-        scheme="awq",
-        model_dir=write_model(folder / "model", LLAMA),
-        out_dir=folder / "out",
-        calibration_file=write_texts(folder / "calibration.jsonl", prose(5, seed=1)),
-        heldout_file=write_texts(folder / "heldout.jsonl", prose(5, seed=2)),
-        recipe=QuantizeRecipe(group_size=64),
-        device_kind=kind,  # type: ignore[arg-type]
-    )
-
-
 def test_a_card_that_others_hold_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(room, "free_memory", lambda: 64 * GIB)
-    request = make_request(tmp_path, "cuda")
+    request = tiny_request(tmp_path, "cuda")
     check_request(request, card_of("cuda", RecordedNvml(rtx_4090())))
     held = RecordedNvml(rtx_4090(processes={9001: ("/opt/engine", 23_700)}))
     with pytest.raises(
@@ -197,7 +185,7 @@ def test_backend_and_proof_see_the_card_that_was_checked(
     monkeypatch.setattr(base, "run_module", run_module)
     two = RecordedNvml(rtx_4090(), rtx_4090(SECOND_UUID))
     with pytest.raises(QuantgateError, match="far enough"):
-        quantize(make_request(tmp_path, "cuda"), sys.executable, log_path=tmp_path / "quantize.log", nvml=two)
+        quantize(tiny_request(tmp_path, "cuda"), sys.executable, log_path=tmp_path / "quantize.log", nvml=two)
     assert [(env["CUDA_DEVICE_ORDER"], env["CUDA_VISIBLE_DEVICES"]) for env in seen] == [
         ("PCI_BUS_ID", "1")
     ] * 2
