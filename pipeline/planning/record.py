@@ -38,6 +38,7 @@ def _capacity(row: Row) -> Capacity:
         max_model_len=row.pool.max_model_len,
         block_size=row.pool.block_size,
         kappa_bytes=row.kappa_bytes,
+        block_bytes=max(row.layout.block_bytes),
         kv_budget_bytes=row.budget.bytes,
         blocks_per_sequence=row.pool.blocks_per_sequence,
         predicted_tokens=row.pool.tokens,

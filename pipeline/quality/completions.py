@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -19,6 +19,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.cache import RequestCache
+from pipeline.quality.stall import StallGuard
 
 EncodedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 NAMED_ITEMS = 5
@@ -60,9 +61,13 @@ class ScoringModel(LocalCompletionsAPI):
         allow_truncated: bool,
         brings_bos: bool = False,
         cache: RequestCache | None = None,
+        guard: StallGuard | None = None,
         **arguments: Any,
     ) -> None:
-        """`brings_bos`: the prompts' text begins with its own BOS, as a chat template's may; then none is put before it."""
+        """`brings_bos`: the prompts' text begins with its own BOS, as a chat template's may; then none is put before it.
+
+        `guard` ends the run when the engine stands still; how long an answer may take is not limited otherwise.
+        """
         super().__init__(**arguments)
         self.allow_truncated = allow_truncated
         self.truncated_items: set[str] = set()
@@ -70,6 +75,7 @@ class ScoringModel(LocalCompletionsAPI):
         self._adds_bos = _adds_bos(self.tokenizer)
         self.add_bos_token = self._adds_bos and not brings_bos
         self._cache = cache
+        self._guard = guard
         self._item_ids: list[str] = []
         self._failed = False
 
@@ -181,15 +187,17 @@ class ScoringModel(LocalCompletionsAPI):
         if kept is not None:
             return [Generation(*one) if generate else tuple(one) for one in kept]
         try:
-            answers = await super().amodel_call(
-                session,
-                sem,
-                messages,
-                generate=generate,
-                cache_keys=cache_keys,
-                ctxlens=ctxlens,
-                gen_kwargs=gen_kwargs,
-                **kwargs,
+            answers = await self._guarded(
+                super().amodel_call(
+                    session,
+                    sem,
+                    messages,
+                    generate=generate,
+                    cache_keys=cache_keys,
+                    ctxlens=ctxlens,
+                    gen_kwargs=gen_kwargs,
+                    **kwargs,
+                )
             )
         except Exception as error:
             if self._failed:
@@ -198,6 +206,20 @@ class ScoringModel(LocalCompletionsAPI):
             raise (error if isinstance(error, EngineFailedError) else _endpoint_error(error)) from None
         if self._cache is not None:
             self._cache.put(request, [[str(a), a.cut] if generate else list(a) for a in answers])
+        return answers
+
+    async def _guarded(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """The request's answer; looks now and then whether the engine works at all."""
+        if self._guard is None:
+            return await request
+        task = asyncio.ensure_future(request)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._guard.interval_s))[0]:
+                self._guard.check()
+            answers = task.result()
+        finally:
+            task.cancel()
+        self._guard.answered()
         return answers
 
     @staticmethod

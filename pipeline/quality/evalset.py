@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,12 +123,12 @@ def sample_items(
     return [item for item in items if item.id in chosen]
 
 
-def scoring_order(items: Sequence[Item], seed: int) -> list[Item]:
-    """The items in an order that depends on seed and ids alone, for a run that may stop before the end.
+def scoring_order(ids: Iterable[str], seed: int) -> list[str]:
+    """Items' ids in an order that depends on seed and ids alone, for a run that may stop before the end.
 
     Any first part of it is a random sample of all, which is what makes stopping early fair.
     """
-    return sorted(items, key=lambda item: (_rank(seed, f"order\0{item.id}"), item.id))
+    return sorted(ids, key=lambda one: (_rank(seed, f"order\0{one}"), one))
 
 
 def find_leaks(items: Sequence[Item], texts: Mapping[str, str]) -> list[Leak]:

@@ -25,9 +25,12 @@ from pipeline.files import sha256_file
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import Item, check_no_leak, sample_items, scoring_order
 from pipeline.quality.intervals import wilson_interval
+from pipeline.quality.sequential import look_items
+from pipeline.quality.stall import STALL_TIMEOUT_S, StallGuard
 from pipeline.quality.statistics import slice_scores
 from pipeline.quality.tasks import (
     TaskFiles,
+    benchmark_ids,
     benchmark_items,
     benchmark_samples,
     one_line,
@@ -42,6 +45,7 @@ from pipeline.results import RollingText, Sample, TaskFormat, TaskScores
 # Of the intervals in a run's own file; the verdict's are at the policy's level.
 CONFIDENCE = 0.95
 DYING_WAIT_S = 3.0
+NO_LIMIT_S = 30 * 24 * 3600
 DATASET_CACHE = (
     "datasets"  # lives for one run: a cached copy of an edited items file is the last thing wanted
 )
@@ -73,8 +77,7 @@ class EvalRun:
 
     `metric` says right or wrong about an item whose answer is generated, or of a benchmark; choices of a team's own set
     are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of requests in
-    flight. Whether it changes answers is the engine's matter: with max_num_seqs=1 on the server each step computes one whole
-    prompt, so that nothing depends on arrival times. `looks` are the items after which a run may stop; empty: after all.
+    flight (`batching`). `looks`: how often a run may stop, evenly spaced over the items; 1: it doesn't.
     `calibration`: id -> text that no item of lm-eval's own task may be in; a team's set is held against it earlier.
     """
 
@@ -88,19 +91,20 @@ class EvalRun:
     fewshot: int | None = None
     chat_template: bool = False
     allow_truncated: bool = False
-    request_timeout_s: int = 300
     slice_items: Mapping[str, int] = field(default_factory=dict)
-    looks: tuple[int, ...] = ()
+    looks: int = 1
     calibration: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the caller adds: is the engine alive, may the run stop early, and where answers are kept until it is done."""
+    """What the caller adds: is the engine alive, does it work, may the run stop early, where are answers kept until it is done."""
 
     check: Callable[[], None] = field(default=lambda: None)
+    progress: Callable[[], object] = field(default=lambda: None)
     decided: Callable[[Sequence[Sample]], bool] | None = None
     cache: RequestCache | None = None
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -158,24 +162,27 @@ class _Found:
 def _run_own(run: EvalRun, folder: Path, endpoint: Endpoint, work_dir: Path, hooks: Hooks) -> _Found:
     """A team's set, in one go or look by look."""
     files = read_task(folder, run.task)
-    items = sample_items(files.items, run.items, run.seed, run.slice_items)
-    if run.looks:
-        items = scoring_order(items, run.seed)
-        if run.looks[-1] != len(items):
-            raise UserInputError(f"looks are planned over {run.looks[-1]} items, the sample has {len(items)}")
+    items = {item.id: item for item in sample_items(files.items, run.items, run.seed, run.slice_items)}
     found = _Found(evalset_sha256(files.items_path, files.yaml_path), files.kind)
-    found.model = _scoring_model(run, endpoint, hooks.cache)
-    for start, end in itertools.pairwise((0, *(run.looks or (len(items),)))):
-        _score_part(run, files, items[start:end], found, work_dir)
-        if hooks.decided is not None and end < len(items) and hooks.decided(found.samples):
-            break
+    found.model = _scoring_model(run, endpoint, hooks)
+    for part in _parts(run, list(items), found, hooks):
+        _score_part(run, files, [items[one] for one in part], found, work_dir)
     return found
+
+
+def _parts(run: EvalRun, ids: Sequence[str], found: _Found, hooks: Hooks) -> Iterator[Sequence[str]]:
+    """The items' ids look by look, until the answers so far (in `found`) decide. Texts that are only measured don't."""
+    ordered = scoring_order(ids, run.seed) if run.looks > 1 else ids
+    for start, end in itertools.pairwise((0, *look_items(len(ids), run.looks))):
+        yield ordered[start:end]
+        if end < len(ids) and hooks.decided is not None and found.samples and hooks.decided(found.samples):
+            return
 
 
 def _score_part(run: EvalRun, files: TaskFiles, items: Sequence[Item], found: _Found, work_dir: Path) -> None:
     sampled = write_sampled(files.items_path, items, work_dir / "items.jsonl")
     config = with_data(files.config, sampled, work_dir / DATASET_CACHE)
-    results = _evaluate(run, found.model, config, str(files.yaml_path))
+    results = _evaluate(run, found.model, [config], str(files.yaml_path))
     logged = results["samples"][run.task]
     found.lm_eval_version = str(results["lm_eval_version"])
     if files.kind == "loglikelihood_rolling":
@@ -186,10 +193,22 @@ def _score_part(run: EvalRun, files: TaskFiles, items: Sequence[Item], found: _F
 
 def _run_benchmark(run: EvalRun, endpoint: Endpoint, hooks: Hooks) -> _Found:
     """One of lm-eval's own tasks. Its data come from a hub, so its identity is the hash of what was asked."""
-    found = _Found("", "benchmark", _scoring_model(run, endpoint, hooks.cache))
-    results = _evaluate(run, found.model, run.task, f"lm-eval task {run.task}")
-    found.lm_eval_version = str(results["lm_eval_version"])
-    found.samples = benchmark_samples(results["samples"], run.metric, run.filter)
+    found = _Found("", "benchmark", _scoring_model(run, endpoint, hooks))
+    tasks = _benchmark_tasks(run)
+    places = {
+        one: (task, place) for task in tasks for place, one in enumerate(benchmark_ids(task, run.items))
+    }
+    for part in _parts(run, list(places), found, hooks):
+        of_task: dict[str, list[int]] = {}
+        for task, place in (places[one] for one in part):
+            of_task.setdefault(task.task_name, []).append(place)
+        asked_tasks = [task for task in tasks if task.task_name in of_task]
+        # In rising order: lm-eval pairs them with what it reads of the data set by position.
+        chosen = {name: sorted(numbers) for name, numbers in of_task.items()}
+        results = _evaluate(run, found.model, asked_tasks, f"lm-eval task {run.task}", chosen)
+        found.lm_eval_version = str(results["lm_eval_version"])
+        answered = {s.id: s for s in benchmark_samples(results["samples"], run.metric, run.filter)}
+        found.samples += [answered[one] for one in part]
     asked = "".join(sample.doc_hash + sample.prompt_hash + sample.target_hash for sample in found.samples)
     found.sha256 = hashlib.sha256(asked.encode()).hexdigest()
     return found
@@ -233,20 +252,21 @@ def evalset_sha256(items_path: Path, yaml_path: Path) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _evaluate(run: EvalRun, model: Any, task: str | Mapping[str, Any], where: str) -> dict[str, Any]:
-    """lm-eval's results, every argument explicit."""
+def _evaluate(
+    run: EvalRun, model: Any, tasks: list[Any], where: str, chosen: Mapping[str, list[int]] | None = None
+) -> dict[str, Any]:
+    """lm-eval's results, every argument explicit. `chosen`: task -> places of the items that are asked; None: all of them."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    own = run.folder is not None
-    manager = TaskManager(include_defaults=not own)
     try:
         results = simple_evaluate(
             model=model,
-            tasks=_benchmark_tasks(run, task, manager) if isinstance(task, str) else [dict(task)],
-            task_manager=manager,
+            tasks=tasks,
+            task_manager=TaskManager(include_defaults=False),
             num_fewshot=run.fewshot,
-            limit=None if own else run.items,  # of a team's set the sample is chosen here, not by lm-eval
+            limit=None,  # the sample is chosen here, not by lm-eval
+            samples=None if chosen is None else dict(chosen),
             use_cache=None,  # it is keyed by the request, not by the model
             cache_requests=False,
             bootstrap_iters=0,  # lm-eval's errors are unpaired; ours are in statistics.py
@@ -268,15 +288,20 @@ def _evaluate(run: EvalRun, model: Any, task: str | Mapping[str, Any], where: st
     return dict(results)
 
 
-def _benchmark_tasks(run: EvalRun, name: str, manager: Any) -> list[Any]:
+def _benchmark_tasks(run: EvalRun) -> list[Any]:
     """lm-eval's own task or a group's tasks, loaded; `UserInputError` before the first request when an item was calibrated on."""
-    tasks = list(manager.load(name)["tasks"].values())
+    from lm_eval.tasks import TaskManager
+
+    try:
+        tasks = list(TaskManager().load(run.task)["tasks"].values())
+    except Exception as error:
+        raise UserInputError(f"lm-eval task {run.task}: can't be loaded ({one_line(error)})") from error
     if run.calibration:
         check_no_leak([item for task in tasks for item in benchmark_items(task, run.items)], run.calibration)
     return tasks
 
 
-def _scoring_model(run: EvalRun, endpoint: Endpoint, cache: RequestCache | None) -> Any:
+def _scoring_model(run: EvalRun, endpoint: Endpoint, hooks: Hooks) -> Any:
     """The client, every argument explicit; `UserInputError` where the model folder has no tokenizer that loads."""
     from pipeline.quality.completions import ScoringModel
 
@@ -284,7 +309,8 @@ def _scoring_model(run: EvalRun, endpoint: Endpoint, cache: RequestCache | None)
         return ScoringModel(
             allow_truncated=run.allow_truncated,
             brings_bos=run.chat_template,
-            cache=cache,
+            cache=hooks.cache,
+            guard=StallGuard(hooks.progress, hooks.stall_timeout_s),
             model=endpoint.served_name,
             base_url=f"{endpoint.base_url}/v1/completions",
             tokenizer=str(endpoint.tokenizer_dir),
@@ -297,7 +323,7 @@ def _scoring_model(run: EvalRun, endpoint: Endpoint, cache: RequestCache | None)
             num_concurrent=run.concurrency,
             batch_size=1,  # several prompts in one request reach the scheduler in an order of its own
             max_retries=1,  # a retry would hide an engine that answers only sometimes
-            timeout=run.request_timeout_s,
+            timeout=NO_LIMIT_S,  # a request may wait behind others for as long as the engine works: `StallGuard` looks after it
             seed=run.seed,
         )
     except ImportError as error:

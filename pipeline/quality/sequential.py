@@ -45,12 +45,17 @@ class Looks:
             raise ValueError(f"alpha {self.alpha} isn't between 0 and 0.5")
 
 
+def look_items(items: int, looks: int) -> tuple[int, ...]:
+    """After how many of `items` items each of `looks` evenly spaced looks is; a set with fewer items has one look an item."""
+    if items < 1 or looks < 1:
+        raise ValueError(f"{looks} looks at {items} items: there must be at least one of each")
+    looks = min(looks, items)
+    return tuple(dict.fromkeys(round(items * (number + 1) / looks) for number in range(looks)))
+
+
 def plan_looks(items: int, looks: int, confidence: float, spending: Spending) -> Looks:
     """`looks` looks, evenly spaced over `items`; `confidence` is that of the two-sided interval over all looks."""
-    if not 1 <= looks <= items:
-        raise ValueError(f"{looks} looks at {items} items: allowed are 1 to {items}")
-    at = tuple(dict.fromkeys(round(items * (number + 1) / looks) for number in range(looks)))
-    return Looks(at, (1 - confidence) / 2, spending)
+    return Looks(look_items(items, looks), (1 - confidence) / 2, spending)
 
 
 def spent(fraction: float, alpha: float, spending: Spending) -> float:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.divergence import ScoredPrompt, ScoredStream
 from pipeline.quality.evalset import Item
+from pipeline.quality.stall import StallGuard
 
-REQUEST_TIMEOUT_S = 300.0
 _HASH_KEY, _TOP_K_KEY = b"stream_sha256", b"top_k"
 
 
@@ -38,7 +38,8 @@ class StreamPrompt:
 
 @dataclass(frozen=True)
 class StreamClient:
-    """Where to send requests. `check` raises with the engine's cause of death; `cache` keeps what was answered."""
+    """Where to send requests. `check` raises with the engine's cause of death, `progress` gives its counters; `cache` keeps what
+    was answered."""
 
     base_url: str
     served_name: str
@@ -46,6 +47,7 @@ class StreamClient:
     seed: int
     check: Callable[[], None]
     cache: RequestCache | None = None
+    progress: Callable[[], object] = lambda: None
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer's JSON. `EngineFailedError` for anything but an answer."""
@@ -56,7 +58,7 @@ class StreamClient:
         try:
             with requests.Session() as session:
                 session.trust_env = False  # a proxy of the user's has no business with 127.0.0.1
-                answer = session.post(f"{self.base_url}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
+                answer = session.post(f"{self.base_url}{path}", json=body)
                 answer.raise_for_status()
                 return answer.json()
         except (requests.RequestException, ValueError) as error:
@@ -158,14 +160,23 @@ def read_stream(path: Path) -> ScoredStream:
 
 
 def _all(client: StreamClient, work: Callable[[Any], Any], inputs: Sequence[Any]) -> list[Any]:
-    """In the inputs' order, `concurrency` at a time. The first failure ends it: what hasn't begun is dropped."""
-    with ThreadPoolExecutor(client.concurrency) as pool:
+    """In the inputs' order, `concurrency` at a time. The first failure ends it: what hasn't begun is dropped, and what has begun
+    ends with the engine, which whoever started it stops next."""
+    guard = StallGuard(client.progress)
+    pool = ThreadPoolExecutor(client.concurrency)
+    try:
         futures = [pool.submit(work, one) for one in inputs]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        left = set(futures)
+        while left:
+            done, left = wait(left, timeout=guard.interval_s, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                guard.answered()
+            if not done:
+                guard.check()
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _continued(client: StreamClient, item: Item, continuation_tokens: int) -> StreamPrompt:

@@ -182,6 +182,12 @@ def benchmark_items(task: Any, limit: int | None) -> list[Item]:
     return found
 
 
+def benchmark_ids(task: Any, limit: int | None) -> list[str]:
+    """The ids of the first `limit` items of lm-eval's own task, in their places; None: of all."""
+    count = len(task.eval_docs)
+    return [_place(task.config.task, place) for place in range(count if limit is None else min(limit, count))]
+
+
 def _texts(target: Any) -> list[str]:
     """A target as its texts: some tasks take any of several."""
     return [str(one) for one in (target if isinstance(target, list | tuple) else [target])]

@@ -128,9 +128,14 @@ class EngineFacts(Record):
     kv_scales: str | None
     emulated: list[str]
     kv_tokens: int | None
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        description="of the pool's whole blocks, on one rank: a second server that is given so many has the same pool, whatever "
+        "its own profiling would find",
+    )
 
     @classmethod
-    def of(cls, source: Provenance, kv_tokens: int | None) -> EngineFacts:
-        """The facts of a server whose provenance is `source` and whose pool holds `kv_tokens`."""
-        shared = {key: getattr(source, key) for key in cls.model_fields if key != "kv_tokens"}
-        return cls(**shared, kv_tokens=kv_tokens)
+    def of(cls, source: Provenance, kv_tokens: int | None, kv_cache_bytes: int | None) -> EngineFacts:
+        """The facts of a server whose provenance is `source` and whose pool holds `kv_tokens` in `kv_cache_bytes`."""
+        shared = {key: getattr(source, key) for key in cls.model_fields if key in Provenance.model_fields}
+        return cls(**shared, kv_tokens=kv_tokens, kv_cache_bytes=kv_cache_bytes)

@@ -15,6 +15,9 @@ class Capacity(Record):
     max_model_len: int = Field(description="tokens per sequence that the figures below are counted at")
     block_size: int = Field(description="tokens per KV block")
     kappa_bytes: int = Field(description="KV bytes per token")
+    block_bytes: int | None = Field(
+        default=None, description="bytes of one block over the layers of the fullest rank"
+    )
     kv_budget_bytes: int | None = Field(description="bytes granted to the KV pool")
     blocks_per_sequence: int | None = Field(
         default=None,

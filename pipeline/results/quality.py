@@ -104,6 +104,10 @@ class Quality(Record):
     accuracy_ci: tuple[float, float] | None
     slices: dict[str, SliceScore]
     samples: list[Sample]
+    batching: Literal["served", "serial", "invariant"] | None = Field(
+        default=None,
+        description="sequences at once: as deployed, one, or as deployed on batch-invariant kernels",
+    )
     looks: int = Field(default=1, ge=1, description="times that a sequential run looks; 1: a fixed sample")
     spending: Literal["pocock", "obrien-fleming"] = Field(
         default="pocock", description="how a sequential run spends its error over the looks"

@@ -537,9 +537,16 @@ class EvalsetSettings(TaskSettings):
         description="README.md, task yaml, items.jsonl; null: a task of lm-eval's own, from a hub",
     )
     seed: int = Field(ge=0)
-    concurrency: int = Field(ge=2, description="scoring requests in flight")
+    batching: Literal["served", "serial", "invariant"] = Field(
+        default="served",
+        description="served: as many sequences at once as the server is deployed with; serial: one, so that runs repeat bit by bit; "
+        "invariant: with vLLM's batch-invariant kernels, which aren't those that serve (cards of compute capability 8.0 up)",
+    )
     looks: int = Field(
-        default=1, ge=1, le=20, description="1: score all items; more: look so often and stop when decided"
+        default=1,
+        ge=1,
+        le=20,
+        description="of every task. 1: score all items; more: look so often and stop when decided",
     )
     spending: Literal["pocock", "obrien-fleming"] = Field(
         default="pocock", description="how the looks share the error: pocock stops earlier"
@@ -558,8 +565,8 @@ class EvalsetSettings(TaskSettings):
 
     @model_validator(mode="after")
     def _possible(self) -> EvalsetSettings:
-        if self.folder is None and (self.divergence is not None or self.looks > 1):
-            raise ValueError("divergence and looks need a set of your own: folder is null")
+        if self.folder is None and self.divergence is not None:
+            raise ValueError("divergence needs a set of your own: folder is null")
         if self.from_hub:
             raise ValueError("from_hub is for further tasks; of the first task `folder: null` says it")
         names = [self.task, *(task.task for task in self.further)]
@@ -667,6 +674,10 @@ class Settings(Strict):
                     f"variant {name} has weights {variant.weights} with calibrated KV scales, which the engine takes or even applies "
                     "to an unquantized cache; set its kv_cache_dtype to fp8 and kv_scales to checkpoint, or name weights without"
                 )
+        if self.evalset.batching == "invariant" and self.device.kind == "cpu":
+            raise ValueError(
+                "evalset.batching invariant needs a card of compute capability 8.0 or more; on a CPU take served or serial"
+            )
         if self.overheads.device != self.device.name:
             raise ValueError(
                 f"overheads {self.overheads.name!r} are of the device {self.overheads.device!r}, but the device is {self.device.name!r}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.environments import interpreter, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 from pipeline.lifetime import end_with_dvc
+from pipeline.quality.batching import INVARIANT
 from pipeline.results import Environment, PlanRow, load
 from pipeline.runs import point_at
 from pipeline.serving.command import ServeSpec
@@ -81,9 +82,7 @@ def planned(name: str) -> PlanRow:
     return load(RESULTS / "plan" / f"{name}.json", PlanRow)
 
 
-def serve_spec(
-    settings: Settings, variant: VariantSettings, row: PlanRow, *, max_num_seqs: int | None = None
-) -> ServeSpec:
+def serve_spec(settings: Settings, variant: VariantSettings, row: PlanRow) -> ServeSpec:
     """How `variant` is served. A CPU gets the pool that the planner's budget leaves; a card sizes its own."""
     server, device = settings.server, settings.device
     on_cpu = device.kind == "cpu"
@@ -93,7 +92,7 @@ def serve_spec(
         served_name=variant.name,
         target=device.kind,
         max_model_len=server.max_model_len,
-        max_num_seqs=max_num_seqs or server.max_num_seqs,
+        max_num_seqs=server.max_num_seqs,
         kv_cache_dtype=variant.kv_cache_dtype,
         dtype=server.dtype,
         kv_cache_memory_bytes=row.capacity.kv_budget_bytes if on_cpu else None,
@@ -109,10 +108,19 @@ def serve_spec(
     )
 
 
+def pool_bytes(row: PlanRow, blocks: int | None) -> int | None:
+    """Bytes, on one rank, of a pool of so many blocks; None where the engine didn't say how many it has."""
+    size = row.capacity.block_bytes
+    return None if blocks is None or size is None else blocks * size
+
+
 def check_served(
     settings: Settings, variant: VariantSettings, spec: ServeSpec, log: LogSignals, log_path: Path
 ) -> None:
-    """Refuse a server that isn't what the variant means: another version, another KV cache, other kernels for its weights."""
+    """Refuse a server that isn't what the variant means: another version, another KV cache, other kernels for its weights.
+
+    In its batch-invariant mode the engine leaves the fast kernels on purpose (`quality.batching`).
+    """
     check_running(spec, log.version)
     check_kv_cache(
         variant.name,
@@ -123,7 +131,8 @@ def check_served(
         log_path,
         variant.skipped_layers,
     )
-    check_weight_kernel(spec, settings.quantizes(variant), log, log_path)
+    if INVARIANT not in spec.environment:
+        check_weight_kernel(spec, settings.quantizes(variant), log, log_path)
 
 
 def bundle(settings: Settings) -> ResultBundle:

@@ -35,6 +35,7 @@ from pipeline.stages.context import (
     check_served,
     environment,
     planned,
+    pool_bytes,
     python_of,
     serve_spec,
     stage_main,
@@ -64,7 +65,8 @@ def run(settings: Settings, name: str) -> None:
     ):
         said = parse_log(server.log_text())
         check_served(settings, variant, spec, said, server.log_path)
-        capacity, terms = reconciled(settings, row, said, parse_metrics(server.metrics_text()))
+        metrics = parse_metrics(server.metrics_text())
+        capacity, terms = reconciled(settings, row, said, metrics)
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
         with (
@@ -85,7 +87,8 @@ def run(settings: Settings, name: str) -> None:
     sampler.write(timeline_file)
     load = summarise(server.gpus, sampler.timeline, read_gpus.power_limits_w)
     source = provenance(server, signals, machine, load)
-    save(folder / f"{name}.engine.json", EngineFacts.of(source, capacity.reported_tokens))
+    facts = EngineFacts.of(source, capacity.reported_tokens, pool_bytes(row, metrics.num_gpu_blocks))
+    save(folder / f"{name}.engine.json", facts)
     save(
         folder / f"{name}.json",
         Measurement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import sha256_tree
-from pipeline.errors import EngineFailedError
+from pipeline.errors import EngineFailedError, UserInputError
+from pipeline.quality.batching import INVARIANT, batching_of
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
-from pipeline.quality.sequential import Looks, plan_looks
+from pipeline.quality.sequential import plan_looks
 from pipeline.quality.statistics import compare, non_inferiority
 from pipeline.quality.stream import (
     ScoredStream,
@@ -27,9 +29,10 @@ from pipeline.quality.stream import (
 )
 from pipeline.quality.tasks import read_task, refuse_leaks
 from pipeline.results import EngineFacts, Provenance, Quality, Sample, load, save
+from pipeline.serving.command import ServeSpec
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
-from pipeline.serving.signals import parse_log
+from pipeline.serving.signals import parse_log, parse_metrics
 from pipeline.settings import Settings
 from pipeline.settings.schema import TaskSettings
 from pipeline.stages.context import (
@@ -55,9 +58,8 @@ def run(settings: Settings, name: str) -> None:
     started = time.monotonic()
     variant, machine = variant_of(settings, name), environment()
     refuse_leaks(settings)
-    # One prompt per scheduler step: what an item scores then depends on nothing but the model, so that two runs of one
-    # variant give the same answers and a delta is the variant's, not the batching's.
-    spec = serve_spec(settings, variant, planned(name), max_num_seqs=1)
+    row, measured = planned(name), load(RESULTS / "measure" / f"{name}.engine.json", EngineFacts)
+    spec = _scoring_spec(settings, serve_spec(settings, variant, row), measured)
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
     with serve(
@@ -77,12 +79,27 @@ def run(settings: Settings, name: str) -> None:
             cache.close(finished)
         signals = parse_log(server.log_text())
     source = provenance(server, signals, machine)
-    _require_same_engine(name, EngineFacts.of(source, signals.kv_cache_tokens))
+    _require_same_engine(name, measured, EngineFacts.of(source, signals.kv_cache_tokens, None), spec)
     record = _record(settings, name, scores, source, time.monotonic() - started)
     write_stream(FOLDER / f"{name}.logprobs.parquet", stream)
     save(FOLDER / f"{name}.json", record)
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.3f} on "
     print(f"{name}: {accuracy}{record.n} items, {len(stream.prompts)} prompts of the token stream")
+
+
+def _scoring_spec(settings: Settings, spec: ServeSpec, measured: EngineFacts) -> ServeSpec:
+    """The server that was measured, for scoring: its own pool, as many sequences at once as the eval set says.
+
+    A card's engine would size its pool by profiling, which differs from start to start and with the number of sequences: it is
+    given the measured pool in bytes instead (vLLM 0.32 v1/worker/gpu_worker.py, determine_available_memory).
+    """
+    batching = batching_of(settings.evalset.batching, settings.server.max_num_seqs)
+    return dataclasses.replace(
+        spec,
+        max_num_seqs=batching.max_num_seqs,
+        kv_cache_memory_bytes=spec.kv_cache_memory_bytes or measured.kv_cache_bytes,
+        environment={**spec.environment, **batching.variables},
+    )
 
 
 def _score(
@@ -96,18 +113,21 @@ def _score(
         weights_folder(settings.variants[name].weights),
         settings.server.max_model_len,
     )
-    looks = _looks(settings)
     found = {}
     for task in (evalset, *evalset.further):
-        first = task is evalset
         print(f"{name}: task {task.task}", file=sys.stderr)
-        hooks = Hooks(server.check, _stops(settings, name, looks) if first else None, cache)
-        asked = _asked(settings, task, looks.items if first and looks else ())
-        found[task.task] = run_quality(asked, endpoint, logs / task.task, hooks)
+        hooks = Hooks(server.check, lambda: _counters(server), _stops(settings, name, task.task), cache)
+        found[task.task] = run_quality(_asked(settings, task), endpoint, logs / task.task, hooks)
     return found
 
 
-def _asked(settings: Settings, task: TaskSettings, looks: tuple[int, ...]) -> EvalRun:
+def _counters(server: Server) -> object:
+    """What moves while the engine works."""
+    metrics = parse_metrics(server.metrics_text())
+    return metrics.prompt_tokens_total, metrics.generation_tokens_total
+
+
+def _asked(settings: Settings, task: TaskSettings) -> EvalRun:
     evalset = settings.evalset
     folder = None if evalset.folder is None or task.from_hub else Path(evalset.folder)
     # The reference was calibrated on nothing, but its items are those of every variant.
@@ -116,36 +136,37 @@ def _asked(settings: Settings, task: TaskSettings, looks: tuple[int, ...]) -> Ev
         folder=folder,
         calibration=load_texts(settings.calibration.file) if held_against else {},
         seed=evalset.seed,
-        concurrency=evalset.concurrency,
-        looks=looks,
+        concurrency=_in_flight(settings),
+        looks=evalset.looks,
         **{key: getattr(task, key) for key in TaskSettings.model_fields if key != "from_hub"},
     )
 
 
-def _looks(settings: Settings) -> Looks | None:
-    """When a sequential run looks; None for a fixed sample."""
-    evalset = settings.evalset
-    if evalset.looks == 1 or evalset.folder is None:
-        return None
-    loaded = read_task(Path(evalset.folder), evalset.task).items
-    items = sample_items(loaded, evalset.items, evalset.seed, evalset.slice_items)
-    return plan_looks(len(items), evalset.looks, settings.policy.confidence, evalset.spending)
+def _in_flight(settings: Settings) -> int:
+    return batching_of(settings.evalset.batching, settings.server.max_num_seqs).in_flight
 
 
-def _stops(settings: Settings, name: str, looks: Looks | None) -> Any:
-    """The rule that ends a variant's run. Reference and A/A control score everything: all others are held against them."""
-    if looks is None or name in (settings.reference, settings.control):
+def _stops(settings: Settings, name: str, task: str) -> Any:
+    """The rule that ends a variant's run on a task. Reference and A/A control score everything: all others are held against
+    them."""
+    evalset, policy = settings.evalset, settings.policy
+    if evalset.looks == 1 or name in (settings.reference, settings.control):
         return None
-    policy = settings.policy
-    margin = policy.task_margins.get(settings.evalset.task, policy.quality_margin)
-    reference = load(FOLDER / f"{settings.reference}.json", Quality).samples
+    margin = policy.task_margins.get(task, policy.quality_margin)
+    kept = load(FOLDER / f"{settings.reference}.json", Quality)
+    if task != evalset.task and task not in kept.further:
+        raise UserInputError(
+            f"the reference wasn't scored on the task {task}; run the stage quality@{settings.reference} again"
+        )
+    reference = kept.samples if task == evalset.task else kept.further[task].samples
 
     def decided(samples: Sequence[Sample]) -> bool:
+        looks = plan_looks(len(reference), evalset.looks, policy.confidence, evalset.spending)
         delta = compare(reference, samples, margin=margin, confidence=policy.confidence, looks=looks)
         assert delta.delta_ci is not None
         found = non_inferiority(delta.delta_ci, margin)
         print(
-            f"{name}: {found} after {delta.n} items (look {delta.look} of {len(looks.items)})",
+            f"{name}: {task}: {found} after {delta.n} items (look {delta.look} of {len(looks.items)})",
             file=sys.stderr,
         )
         return found != "INCONCLUSIVE"
@@ -159,7 +180,13 @@ def _stream(settings: Settings, name: str, server: Server, cache: RequestCache) 
     if wanted is None or evalset.folder is None:
         return ScoredStream(stream_sha256(()), 1, ())
     client = StreamClient(
-        server.base_url, server.served_name, evalset.concurrency, evalset.seed, server.check, cache
+        server.base_url,
+        server.served_name,
+        _in_flight(settings),
+        evalset.seed,
+        server.check,
+        cache,
+        lambda: _counters(server),
     )
     if name == settings.reference:
         loaded = read_task(Path(evalset.folder), evalset.task).items
@@ -188,6 +215,7 @@ def _record(
         accuracy_ci=found.accuracy_ci,
         slices=found.slices,
         samples=found.samples,
+        batching=evalset.batching,
         looks=evalset.looks,
         spending=evalset.spending,
         truncated_prompts=found.format.truncated_prompts,
@@ -219,10 +247,15 @@ def _identity(name: str, checkpoint: str, source: Provenance) -> dict[str, Any]:
     }
 
 
-def _require_same_engine(name: str, found: EngineFacts) -> None:
-    """Quality and speed of one variant must come from the same kernels, or the verdict joins two different things."""
-    measured = load(RESULTS / "measure" / f"{name}.engine.json", EngineFacts)
-    for key, value in measured.model_dump().items():
+def _require_same_engine(name: str, measured: EngineFacts, found: EngineFacts, spec: ServeSpec) -> None:
+    """Quality and speed of one variant must come from the same kernels and pool, or the verdict joins two different things.
+
+    What isn't asked: the pool where each start profiled its own, and the kernels in the batch-invariant mode, which has others by
+    design; the report says so.
+    """
+    profiled = {"kv_tokens"} if spec.kv_cache_memory_bytes is None else set()
+    others = {"attention_backend", "weights_kernel"} if INVARIANT in spec.environment else set()
+    for key, value in measured.model_dump(exclude={"kv_cache_bytes", *profiled, *others}).items():
         if getattr(found, key) != value:
             raise EngineFailedError(
                 f"{name} was measured with {key} {value!r} and scored with {getattr(found, key)!r}; "

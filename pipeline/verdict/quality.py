@@ -81,10 +81,16 @@ def _paired(
             refusal=f"the eval set or its sample changed between the runs of {reference} and {name}; run the stage "
             "quality again for both",
         )
-    looks = plan_looks(base.n, base.looks, policy.confidence, base.spending) if base.looks > 1 else None
+    if base.batching != own.batching:
+        return Evidence(
+            True,
+            refusal=f"{reference} was scored with batching {base.batching}, {name} with {own.batching}; run the stage quality again "
+            "for both",
+        )
     margin = policy.margin_of(base.task)
     try:
-        delta = _compared(base.samples, own.samples, again.samples if again else None, margin, policy, looks)
+        floor = again.samples if again else None
+        delta = _compared(base.samples, own.samples, floor, margin, policy, _looks(base, base.n, policy))
     except UserInputError as error:
         return Evidence(True, refusal=str(error))
     return Evidence(True, _as_reference(delta) if name == reference else delta)
@@ -109,13 +115,20 @@ def _further(
                 ratio = perplexity_ratio(scores.texts, theirs.texts, policy.confidence)
                 found[task] = TaskEvidence(margin, perplexity_ratio=ratio)
                 continue
-            delta = _compared(
-                scores.samples, theirs.samples, floor.samples if floor else None, margin, policy
-            )
+            again_samples = floor.samples if floor else None
+            looks = _looks(base, scores.n, policy)
+            delta = _compared(scores.samples, theirs.samples, again_samples, margin, policy, looks)
             found[task] = TaskEvidence(margin, _as_reference(delta) if name == reference else delta)
         except UserInputError as error:
             found[task] = TaskEvidence(margin, refusal=str(error))
     return found
+
+
+def _looks(reference: Quality, items: int, policy: Policy) -> Looks | None:
+    """When runs over `items` items of a task looked; None for a fixed sample."""
+    if reference.looks == 1:
+        return None
+    return plan_looks(items, reference.looks, policy.confidence, reference.spending)
 
 
 def _as_reference(delta: QualityDelta) -> QualityDelta:

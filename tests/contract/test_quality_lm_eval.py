@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -255,12 +256,26 @@ def test_an_engine_that_hangs_is_given_up_on(folder: Path, tokenizer_dir: Path) 
     release = threading.Event()
     with (
         scoring_server(delay=lambda: release.wait(PATIENCE_S)) as server,
-        pytest.raises(EngineFailedError, match="didn't answer a scoring request in time"),
+        pytest.raises(
+            EngineFailedError,
+            match="made no token for 1 s while answers were awaited; the engine is still alive",
+        ),
     ):
         try:
-            score(folder, tokenizer_dir, server, request_timeout_s=1)
+            score(folder, tokenizer_dir, server, stall_timeout_s=1.0)
         finally:
             release.set()
+
+
+def test_an_engine_that_is_slow_but_works_is_waited_for(folder: Path, tokenizer_dir: Path) -> None:
+    """Every answer takes longer than the engine may stand still; its counters move meanwhile."""
+    counter = itertools.count()
+    write_items(folder, zoo_items(2))
+    with scoring_server(delay=lambda: time.sleep(1.5)) as server:
+        scores = score(
+            folder, tokenizer_dir, server, concurrency=8, stall_timeout_s=0.5, progress=lambda: next(counter)
+        )
+    assert len(scores.samples) == 2 and next(counter) > 1
 
 
 def test_logging_and_environment_are_put_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from contextlib import nullcontext
@@ -12,12 +13,16 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineFailedError, UserInputError
+from pipeline.quality.batching import INVARIANT
 from pipeline.quality.stream import read_stream
 from pipeline.results import EngineFacts, Quality, load, save
+from pipeline.serving.command import ServeSpec
 from pipeline.settings import Settings, load_settings
 from pipeline.stages import measure, quality
 from pipeline.stages.context import WEIGHTS
 from pipeline.texts import load_texts
+from pipeline.verdict.policy import Policy
+from pipeline.verdict.quality import quality_evidence
 from tests.support import sample_results
 from tests.support.mock_vllm import fake_python
 from tests.support.zoo_set import YAML
@@ -60,6 +65,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save("results/environment.json", sample_results.environment())
     for row in sample_results.plan().rows:
         save(f"results/plan/{row.variant}.json", row)
+        facts = EngineFacts.of(sample_results.provenance(row.variant), 4480, None)
+        save(f"results/measure/{row.variant}.engine.json", facts)
     engine(monkeypatch, tmp_path)
     return tmp_path
 
@@ -67,7 +74,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: Any) -> None:
     """What is served from now on."""
     monkeypatch.setattr(quality, "python_of", lambda *_: fake_python(folder, **script))
-    monkeypatch.setattr(quality, "_require_same_engine", lambda name, found: None)
+    monkeypatch.setattr(quality, "_require_same_engine", lambda *_: None)
 
 
 def settings(profile: str = "demo", **changes: str) -> Settings:
@@ -119,6 +126,41 @@ def test_a_sequential_run_stops_where_reference_and_control_dont(workspace: Path
     assert read_stream(Path("results/quality/awq.logprobs.parquet")).prompts == ()
 
 
+def test_further_tasks_stop_early_too(workspace: Path) -> None:
+    """Each by its own reference and margin; a reference that wasn't scored on a task is said, not taken for none."""
+    zoo = Path("evalsets/zoo")
+    (zoo / "again.yaml").write_text(YAML.replace("task: zoo", "task: again"))
+    changes = {"looks": "4", "divergence": "null", "further": "[{task: again, items: 32}]"}
+    for name in ("bf16", "bf16-again", "awq"):
+        quality.run(settings(**changes), name)
+    kept = {name: load(f"results/quality/{name}.json", Quality) for name in ("bf16", "bf16-again", "awq")}
+    assert {name: record.further["again"].n for name, record in kept.items()} == {
+        "bf16": 32, "bf16-again": 32, "awq": 16,
+    }  # fmt: skip
+    assert kept["awq"].further["again"].samples == kept["bf16"].further["again"].samples[:16]
+    policy = Policy(required_sequences=1, quality_margin=0.3, confidence=0.95)
+    found = quality_evidence("awq", "bf16", "bf16-again", kept, {}, policy).further["again"].delta
+    assert found is not None and (found.look, found.planned_looks) == (2, [8, 16, 24, 32])
+    assert found.delta_ci is not None and found.delta_ci[0] > -0.3
+    quality.run(settings(**changes | {"further": "[]"}), "bf16")
+    with pytest.raises(UserInputError, match=r"wasn't scored on the task again; run the stage quality@bf16"):
+        quality.run(settings(**changes), "awq")
+
+
+@pytest.mark.parametrize(("mode", "sequences"), [("served", 64), ("serial", 1)])
+def test_the_engine_batches_as_the_eval_set_says(workspace: Path, mode: str, sequences: int) -> None:
+    quality.run(settings(batching=mode, divergence="null"), "bf16")
+    record = load("results/quality/bf16.json", Quality)
+    words = record.provenance.command
+    assert words[words.index("--max-num-seqs") + 1] == str(sequences)
+    assert "--no-enable-prefix-caching" in words and record.batching == mode
+
+
+def test_batch_invariance_is_a_cards() -> None:
+    with pytest.raises(UserInputError, match=r"batching invariant needs a card of compute capability 8\.0"):
+        settings(batching="invariant")
+
+
 def test_an_engine_that_dies_leaves_the_answers_and_no_result(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,18 +186,41 @@ def test_an_item_in_the_calibration_text_stops_it_before_the_engine(workspace: P
 
 
 def test_another_engine_than_measured_is_refused(workspace: Path) -> None:
-    facts = EngineFacts.of(sample_results.provenance("bf16"), 4480)
-    save("results/measure/bf16.engine.json", facts)
-    REQUIRE_SAME_ENGINE("bf16", facts)
+    facts = EngineFacts.of(sample_results.provenance("bf16"), 4480, 2**26)
+    given = ServeSpec(
+        "0.32.0", Path("m"), "bf16", "cpu", max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=2**26
+    )
+    REQUIRE_SAME_ENGINE("bf16", facts, facts, given)
+    REQUIRE_SAME_ENGINE("bf16", facts, facts.model_copy(update={"kv_cache_bytes": None}), given)
     with pytest.raises(EngineFailedError, match="was measured with kv_tokens 4480 and scored with 4481"):
-        REQUIRE_SAME_ENGINE("bf16", facts.model_copy(update={"kv_tokens": 4481}))
+        REQUIRE_SAME_ENGINE("bf16", facts, facts.model_copy(update={"kv_tokens": 4481}), given)
+    kernels = facts.model_copy(update={"attention_backend": "TRITON_ATTN"})
+    with pytest.raises(EngineFailedError, match="attention_backend 'CPU_ATTN' and scored with 'TRITON_ATTN'"):
+        REQUIRE_SAME_ENGINE("bf16", facts, kernels, given)
+
+
+def test_pools_that_each_start_profiled_may_differ_and_invariant_kernels_do() -> None:
+    facts = EngineFacts.of(sample_results.provenance("bf16"), 113_984, None)
+    spec = ServeSpec("0.32.0", Path("m"), "bf16", "cuda", max_model_len=512, max_num_seqs=8)
+    REQUIRE_SAME_ENGINE("bf16", facts, facts.model_copy(update={"kv_tokens": 115_344}), spec)
+    other = facts.model_copy(update={"attention_backend": "TRITON_ATTN"})
+    with pytest.raises(EngineFailedError, match="attention_backend"):
+        REQUIRE_SAME_ENGINE("bf16", facts, other, spec)
+    REQUIRE_SAME_ENGINE("bf16", facts, other, dataclasses.replace(spec, environment={INVARIANT: "1"}))
+    with pytest.raises(EngineFailedError, match="kv_cache_dtype"):
+        REQUIRE_SAME_ENGINE(
+            "bf16",
+            facts,
+            facts.model_copy(update={"kv_cache_dtype": "fp8"}),
+            dataclasses.replace(spec, environment={INVARIANT: "1"}),
+        )
 
 
 def test_a_published_task_beside_the_teams_own_comes_from_the_hub() -> None:
     """The folder's tasks are read from it, the others are lm-eval's own; both belong to one eval set."""
     settings = load_settings(["profile=rtx4090"], Path(__file__).resolve().parents[2])
     evalset = settings.evalset
-    asked = [quality._asked(settings, task, ()) for task in (evalset, *evalset.further)]
+    asked = [quality._asked(settings, task) for task in (evalset, *evalset.further)]
     assert {run.task for run in asked if run.folder is None} == {"gsm8k_cot", "mmlu_pro", "ceval-valid"}
     assert {run.task for run in asked if run.folder} == {"team_demo", "team_demo_short"}
     texts = load_texts(ROOT / settings.calibration.file)
@@ -182,6 +247,9 @@ def test_kv_scales_that_the_variant_does_not_mean_stop_both_stages(
     python = fake_python(workspace, extra_log=f"INFO quantgate-provenance: {json.dumps(probe)}")
     shutil.copytree(WEIGHTS / "awq", WEIGHTS / "awq-lc-kv")
     save(f"results/plan/{name}.json", sample_results.plan().rows[-1].model_copy(update={"variant": name}))
+    save(
+        f"results/measure/{name}.engine.json", EngineFacts.of(sample_results.provenance("awq-fp8kv"), 1, None)
+    )
     full = settings(profile="demo-full", looks="1")
     for stage in (measure, quality):
         monkeypatch.setattr(stage, "python_of", lambda *_: python)

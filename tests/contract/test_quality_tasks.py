@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.quality.cache import RequestCache
-from pipeline.quality.runner import Endpoint, EvalRun, run_quality
+from pipeline.quality.runner import Endpoint, EvalRun, Hooks, run_quality
 from tests.support.scoring_server import scoring_server
 from tests.support.zoo_set import YAML, score, write_items, zoo_items
 
@@ -26,9 +26,9 @@ def test_a_sequential_run_stops_at_the_look_that_decides(folder: Path, tokenizer
         return len(samples) >= 20
 
     with scoring_server() as server:
-        early = score(folder, tokenizer_dir, server, looks=(10, 20, 30, 40), decided=decided)
+        early = score(folder, tokenizer_dir, server, looks=4, decided=decided)
         sent = len(server.requests)
-        everything = score(folder, tokenizer_dir, server, looks=(10, 20, 30, 40))
+        everything = score(folder, tokenizer_dir, server, looks=4)
     assert seen == [10, 20] and sent == 80
     assert early.samples == everything.samples[:20] and len(everything.samples) == 40
     assert [sample.id for sample in everything.samples] != [f"page-{index}" for index in range(40)]
@@ -299,6 +299,30 @@ def test_a_groups_tasks_are_its_slices(benchmarks: Path, tokenizer_dir: Path) ->
             run_quality(leak, endpoint, benchmarks.parent / "b")
 
 
+def test_a_benchmark_too_stops_at_the_look_that_decides(benchmarks: Path, tokenizer_dir: Path) -> None:
+    """Over a group's tasks in an order of its own: a part of the reference's run, item by item, prompt by prompt."""
+    (benchmarks / "other.yaml").write_text(
+        (benchmarks / "zoo.yaml").read_text().replace("task: zoo", "task: other")
+    )
+    (benchmarks / "group.yaml").write_text("group: both\ntask: [zoo, other]\n")
+    run = EvalRun(folder=None, task="both", items=20, seed=0, concurrency=4, metric="acc", looks=4)
+    with scoring_server() as server:
+        endpoint = Endpoint(server.base_url, "demo", tokenizer_dir, 512)
+        whole = run_quality(run, endpoint, benchmarks.parent / "b")
+        asked = len(server.requests)
+        early = run_quality(
+            run, endpoint, benchmarks.parent / "b", Hooks(decided=lambda samples: len(samples) >= 20)
+        )
+    assert asked == 160 and len(server.requests) - asked == 80
+    assert early.samples == whole.samples[:20] and len(whole.samples) == 40
+    assert sorted(s.id for s in whole.samples) == sorted(
+        f"{task}-{place:05}" for task in ("other", "zoo") for place in range(20)
+    )
+    by_place = {item["prompt"]: place for place, item in enumerate(zoo_items())}
+    assert all(s.id == f"{s.slice}-{by_place[s.prompt]:05}" for s in whole.samples)
+    assert {s.slice for s in early.samples} == {"other", "zoo"}
+
+
 ASKED = "A keeper forgot his bucket beside the pond, and the first to find it was the"
 NOT_ASKED = "Before the gates open somebody has to wake the old and sleepy"
 NOTE = "In the visitors' book of that spring a child from the village draws a whole pride of lions and writes a name under each."
@@ -370,6 +394,29 @@ def with_bos(tokenizer_dir: Path, target: Path, template: str) -> Path:
     return target
 
 
+def chat_tokenizer(target: Path) -> Path:
+    """A tokenizer with markers of turns that are one token each, a BOS before every text, and a template that has both."""
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
+
+    target.mkdir()
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["user assistant Name 0: tiger camel"] * 4, vocab_size=300)
+    trained.save(str(target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "<|turn|>", "<|end|>"])
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.save(str(target / "tokenizer.json"))
+    template = (
+        "<s>{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": template}
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    (target / "config.json").write_text('{"model_type": "llama"}')
+    return target
+
+
 CHAT = "{% for m in messages %}User: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 
 
@@ -391,6 +438,27 @@ def test_the_chat_template_is_applied_as_the_task_says_and_recorded(
     assert chat.samples[0].prompt.startswith("<s>User: ")
     with scoring_server() as server:
         assert score(folder, tokenizer_dir, server).scores.format.bos_tokens == 0
+
+
+def test_a_chats_tokens_are_exactly_those_of_the_models_own_template(folder: Path, tmp_path: Path) -> None:
+    """As a server of chat completions would put them: one turn of the user's, the answer's beginning, one BOS, markers whole."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer(tmp_path / "chat"))
+    generative(folder, ["tiger", "camel"])
+    with scoring_server(answers=lambda text: (" tiger", "stop"), tokenizer=tmp_path / "chat") as server:
+        scores = score(
+            folder, tmp_path / "chat", server, task="names", metric="exact_match", chat_template=True
+        )
+    turns = [[{"role": "user", "content": f"Name {i}:"}] for i in range(2)]
+    wanted = [
+        tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True, return_dict=False)
+        for turn in turns
+    ]
+    assert sorted(request["prompt"][0] for request in server.requests) == sorted(wanted)
+    assert wanted[0][0] == tokenizer.bos_token_id and wanted[0].count(tokenizer.bos_token_id) == 1
+    assert tokenizer.convert_tokens_to_ids("<|turn|>") in wanted[0]
+    assert scores.scores.format.chat_template and scores.scores.format.bos_tokens == 1
 
 
 def test_a_bos_twice_or_missing_is_refused(folder: Path, tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def start_mock(**script: Any) -> Iterator[MockServer]:
 def fake_python(folder: Path, **script: Any) -> Path:
     """An executable that takes the place of the serve environment's Python: `-m vllm… FLAGS` starts the mock instead.
 
-    The flags that the launcher passes (port, name, lengths, KV bytes) are honoured, `script` adds the behaviour.
+    The flags that the launcher passes (port, name, lengths, KV bytes) are honoured, `script` adds the behaviour; beside the
+    fields of `Script` it may have `kappa_bytes`, and `profiled_tokens`: the pool that a card's profiling finds where no bytes are
+    given, by --max-num-seqs.
     """
     path = folder / "python"
     command = [sys.executable, "-m", "tests.support.mock_vllm", "--script", json.dumps(script)]
@@ -115,8 +117,11 @@ def _parse(argv: list[str]) -> tuple[Script, int]:
     known, _ = parser.parse_known_args(argv)
     values = {item.name: getattr(known, item.name, None) for item in fields(Script)}
     values = {name: value for name, value in values.items() if value is not None} | json.loads(known.script)
-    if known.kv_cache_memory_bytes and "kv_cache_tokens" not in values:
-        kappa = known.kappa_bytes // (2 if str(values.get("kv_cache_dtype")).startswith("fp8") else 1)
+    kappa_bytes, profiled = values.pop("kappa_bytes", known.kappa_bytes), values.pop("profiled_tokens", {})
+    if known.kv_cache_memory_bytes is None and profiled:
+        values["kv_cache_tokens"] = profiled[str(known.max_num_seqs)]
+    elif known.kv_cache_memory_bytes and "kv_cache_tokens" not in values:
+        kappa = kappa_bytes // (2 if str(values.get("kv_cache_dtype")).startswith("fp8") else 1)
         block = values.get("block_size", Script.block_size)
         values["kv_cache_tokens"] = known.kv_cache_memory_bytes // (kappa * block) * block
     return Script(**values), known.port

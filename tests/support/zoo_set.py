@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,13 @@ def write_items(folder: Path, items: list[dict[str, Any]]) -> None:
     )
 
 
+HOOKS = [entry.name for entry in fields(Hooks)]
+
+
 def score(folder: Path, tokenizer: Path, server: Any, **changes: Any) -> Scores:
     """Run the eval set of `folder` against a test server; keywords are fields of `EvalRun` or of `Hooks`, or max_length."""
     max_length = changes.pop("max_length", 512)
-    hooks = Hooks(**{key: changes.pop(key) for key in ("check", "decided", "cache") if key in changes})
+    hooks = Hooks(**{key: changes.pop(key) for key in HOOKS if key in changes})
     values: dict[str, Any] = {"folder": folder, "task": "zoo", "items": None, "seed": 0, "concurrency": 4}
     endpoint = Endpoint(server.base_url, getattr(server, "served_name", "demo"), tokenizer, max_length)
     return run_quality(EvalRun(**(values | changes)), endpoint, folder.parent / "work", hooks)

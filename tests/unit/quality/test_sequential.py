@@ -104,7 +104,11 @@ def test_looks_that_dont_rise_are_refused(items: tuple[int, ...]) -> None:
         Looks(items, 0.025, "pocock")
 
 
-@pytest.mark.parametrize("looks", [0, 401])
-def test_more_looks_than_items_are_refused(looks: int) -> None:
-    with pytest.raises(ValueError, match="allowed are 1 to 400"):
-        plan_looks(400, looks, 0.95, "pocock")
+def test_a_set_with_fewer_items_than_looks_has_a_look_an_item() -> None:
+    assert plan_looks(3, 8, 0.95, "pocock").items == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("items", "looks"), [(400, 0), (0, 8)])
+def test_no_looks_and_no_items_are_refused(items: int, looks: int) -> None:
+    with pytest.raises(ValueError, match="at least one of each"):
+        plan_looks(items, looks, 0.95, "pocock")

@@ -157,9 +157,9 @@ def test_benchmarks_are_entries_for_machines_that_reach_a_hub(name: str) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"concurrency": 1}, "greater than or equal to 2"),
+        ({"batching": "sometimes"}, "'served', 'serial' or 'invariant'"),
         ({"further": [{"task": "team_demo"}]}, "named twice"),
-        ({"folder": None}, "need a set of your own"),
+        ({"folder": None}, "divergence needs a set of your own"),
         ({"from_hub": True}, "from_hub is for further tasks"),
         ({"slice_items": {"chinese": 0}}, "greater than or equal to 1"),
         ({"divergence": {"prompts": 1, "continuation_tokens": 4, "top_k": 5}}, "greater than or equal to 2"),
