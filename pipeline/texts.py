@@ -100,7 +100,7 @@ def read_texts(path: str | Path) -> list[Text]:
         if "messages" in record and "text" in record:
             raise UserInputError(f"{target}, line {line}: has text and messages; allowed is one of the two")
         if "messages" in record:
-            messages = _messages(record["messages"], target, line)
+            messages = chat_turns(record["messages"], target, line)
             texts.append(Text(identity, "\n".join(content for _, content in messages), messages))
         else:
             texts.append(Text(identity, text_value(record, "text", target, line)))
@@ -184,7 +184,7 @@ def is_telling(tokens: Sequence[str]) -> bool:
     return words >= EXACT_MIN_WORDS or cjk >= EXACT_MIN_CJK
 
 
-def _messages(value: Any, path: Path, line: int) -> tuple[tuple[str, str], ...]:
+def chat_turns(value: Any, path: Path, line: int) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise UserInputError(
             f"{path}, line {line}: messages: {shown(value)}; allowed is a list of {{role, content}} that isn't empty"

@@ -6,6 +6,8 @@ facts that are never asked themselves.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fact_tables import read_sections
 from items import ranked, slug
 
@@ -22,9 +24,9 @@ KINDS = {
 }
 
 
-def short_items() -> list[dict[str, str]]:
-    """The items of the task `team_demo_short`: id, slice, cluster, prompt, answer."""
-    items: list[dict[str, str]] = []
+def short_items() -> list[dict[str, Any]]:
+    """The items of the task `team_demo_short`: id, slice, cluster, messages, answer."""
+    items: list[dict[str, Any]] = []
     for (file, section), question in KINDS.items():
         found = next(one for one in read_sections(file) if one.name == section)
         facts = {subject: answer for subject, answer, _ in found.rows}
@@ -35,18 +37,22 @@ def short_items() -> list[dict[str, str]]:
     return items
 
 
-def _kind(slice_name: str, section: str, question: str, facts: dict[str, str]) -> list[dict[str, str]]:
+def _turns(question: str, answer: str | None = None) -> list[dict[str, str]]:
+    """A question as a user's turn, and its answer as the assistant's where it is given."""
+    asked = {"role": "user", "content": question}
+    return [asked] if answer is None else [asked, {"role": "assistant", "content": answer}]
+
+
+def _kind(slice_name: str, section: str, question: str, facts: dict[str, str]) -> list[dict[str, Any]]:
     names = ranked(f"short {section}", facts)
     shown, asked = names[:EXAMPLES], set(names[EXAMPLES:])
-    ask, answer = ("问：", "答：") if slice_name == "chinese" else ("Question: ", "Answer:")
-    space = "" if slice_name == "chinese" else " "
-    examples = "".join(f"{ask}{question.format(name)}\n{answer}{space}{facts[name]}\n\n" for name in shown)
+    examples = [turn for name in shown for turn in _turns(question.format(name), facts[name])]
     return [
         {
             "id": f"short-{slice_name}-{section}-{slug(name.replace(' + ', ' plus '))}",
             "slice": slice_name,
             "cluster": f"short-{slice_name}-{section}-{slug(name.replace(' + ', ' plus '))}",
-            "prompt": f"{examples}{ask}{question.format(name)}\n{answer}",
+            "messages": [*examples, *_turns(question.format(name))],
             "answer": right,
         }
         for name, right in facts.items()

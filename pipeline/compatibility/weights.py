@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.capacity.geometry import Geometry
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.shards import joined, shards
+from pipeline.results import Gpu
 
 READ_FROM = "0.32"
 """The engine version whose sources the rows are; others may differ."""
@@ -28,6 +29,11 @@ class Engine:
     def is_read(self) -> bool:
         """Whether the tables were read from this version's sources."""
         return self.version == READ_FROM or self.version.startswith(f"{READ_FROM}.")
+
+
+def capability_of(gpus: Sequence[Gpu]) -> int | None:
+    """The lowest compute capability of some cards, 89 for 8.9; None without cards."""
+    return min((int(gpu.compute_capability.replace(".", "")) for gpu in gpus), default=None)
 
 
 @dataclass(frozen=True)

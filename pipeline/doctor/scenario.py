@@ -17,8 +17,8 @@ from pipeline.compatibility import (
     weight_kernel,
     weight_refusals,
 )
-from pipeline.compatibility.weights import READ_FROM
-from pipeline.doctor.cards import capability_of
+from pipeline.compatibility.invariance import invariance_refusals
+from pipeline.compatibility.weights import READ_FROM, capability_of
 from pipeline.doctor.check import Check, ok, unfit, warn, wrong
 from pipeline.planning import plan_of
 from pipeline.planning.scenario import geometry_of
@@ -68,6 +68,13 @@ def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> 
     if device.kind == "cuda" and not gpus:
         yield warn("kernels", f"not checked: there is no card. {_needed(settings, geometry)}", "see GPU")
         return
+    if settings.evalset.batching == "invariant":
+        unable = invariance_refusals(engine)
+        if unable:
+            yield unfit("batch invariance", _what(unable), unable[0].fix)
+        else:
+            said = "the engine's own mode; its kernels aren't those that get deployed"
+            yield ok("batch invariance", said)
     for variant in settings.variants.values():
         name = f"kernels {variant.name}"
         refusals = _refusals(settings, variant, geometry, engine)

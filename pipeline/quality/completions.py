@@ -9,6 +9,7 @@ where lm-eval is wanted, not before.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Coroutine, Sequence
 from operator import itemgetter
@@ -79,6 +80,14 @@ class ScoringModel(LocalCompletionsAPI):
         self._item_ids: list[str] = []
         self._failed = False
 
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> Any:
+        """The model's own template around a chat. An item that is a chat itself comes from lm-eval as one user's turn that holds
+        its messages as JSON, since a task's text is text: it becomes the turns that it is."""
+        turns = [turn for one in chat_history for turn in _turns(one["content"]) or [one]]
+        return super().apply_chat_template(turns, add_generation_prompt)
+
     # --- what is asked ----------------------------------------------------------------------------------------
 
     def loglikelihood(self, instances: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -102,6 +111,7 @@ class ScoringModel(LocalCompletionsAPI):
         """Answers as text; prompts are checked to leave room for them."""
         for instance in instances:
             context, settings = instance.args
+            _refuse_chat(_name(instance), context)
             tokens = self.tok_encode(context)
             self._count_bos(tokens)
             if len(tokens) + settings.get("max_gen_toks", self._max_gen_toks) > self.max_length:
@@ -126,6 +136,7 @@ class ScoringModel(LocalCompletionsAPI):
         names = self._item_ids if len(self._item_ids) == len(encoded) else self._item_ids * len(encoded)
         for item, (texts, context_tokens, choice_tokens) in zip(names, encoded, strict=True):
             if texts is not None:
+                _refuse_chat(item, texts[0])
                 _check_choice(item, *texts, choice_tokens)
                 self._count_bos(context_tokens)
             tokens = len(context_tokens) + len(choice_tokens)
@@ -264,6 +275,27 @@ class ScoringModel(LocalCompletionsAPI):
             _score(choice.get("logprobs"), len(prompt), context)
             for choice, prompt, context in zip(choices, tokens, ctxlens, strict=True)
         ]
+
+
+def _turns(text: str) -> list[dict[str, str]] | None:
+    """The turns of a chat that stands as JSON in a text, None for any other text."""
+    if not text.startswith("[{"):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    is_chat = all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in found)
+    return found if is_chat else None
+
+
+def _refuse_chat(item: str, prompt: str) -> None:
+    """A chat that no template was put around would be scored as the JSON it came as."""
+    if _turns(prompt) is not None:
+        raise UserInputError(
+            f"eval item {item} is a chat (messages), which only the model's chat template turns into a prompt; set "
+            "chat_template: true for its task in conf/evalset/"
+        )
 
 
 def _check_choice(item: str, context: str, choice: str, choice_tokens: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import UserInputError
 from pipeline.texts import (
     Match,
     TextIndex,
+    chat_turns,
     is_telling,
     records,
     refuse_second,
@@ -172,10 +173,13 @@ def describe(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _item(record: Mapping[str, Any], path: Path, line: int, kind: TaskKind) -> Item:
-    text_key = "text" if kind == "loglikelihood_rolling" else "prompt"
-    identity, slice_name, cluster, prompt = (
-        text_value(record, key, path, line) for key in ("id", "slice", "cluster", text_key)
+    identity, slice_name, cluster = (
+        text_value(record, key, path, line) for key in ("id", "slice", "cluster")
     )
+    if "messages" in record and kind != "loglikelihood_rolling":
+        prompt = _asked_in_chat(record, path, line)
+    else:
+        prompt = text_value(record, "text" if kind == "loglikelihood_rolling" else "prompt", path, line)
     if kind == "loglikelihood_rolling":
         return Item(identity, slice_name, cluster, prompt, (), 0)
     if kind == "generate_until":
@@ -203,6 +207,18 @@ def _item(record: Mapping[str, Any], path: Path, line: int, kind: TaskKind) -> I
             f"{where}: answer: {shown(answer)}; allowed is the index of the right choice, 0 to {len(choices) - 1}"
         )
     return Item(identity, slice_name, cluster, prompt, tuple(choices), answer)
+
+
+def _asked_in_chat(record: Mapping[str, Any], path: Path, line: int) -> str:
+    """What is said in an item's chat, a line each; the model's chat template puts its form around it."""
+    if "prompt" in record:
+        raise UserInputError(f"{path}, line {line}: has prompt and messages; allowed is one of the two")
+    turns = chat_turns(record["messages"], path, line)
+    if turns[-1][0] != "user":
+        raise UserInputError(
+            f"{path}, line {line}: messages: the last turn is the {turns[-1][0]}'s; allowed is the user's, which is answered"
+        )
+    return "\n".join(content for _, content in turns)
 
 
 def _quotas(sizes: Mapping[str, int], n: int) -> dict[str, int]:

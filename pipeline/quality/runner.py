@@ -44,6 +44,9 @@ from pipeline.results import RollingText, Sample, TaskFormat, TaskScores
 
 # Of the intervals in a run's own file; the verdict's are at the policy's level.
 CONFIDENCE = 0.95
+ANSWER_TOKENS = 1024
+"""Of a task that doesn't say how long an answer may be: lm-eval's own 256 cuts a chat model's worked solutions, of which GSM8K's take
+200 to 400."""
 DYING_WAIT_S = 3.0
 NO_LIMIT_S = 30 * 24 * 3600
 DATASET_CACHE = (
@@ -319,6 +322,7 @@ def _scoring_model(run: EvalRun, endpoint: Endpoint, hooks: Hooks) -> Any:
             add_bos_token=False,  # the client decides by what the tokenizer itself does
             trust_remote_code=False,
             truncate=False,
+            max_gen_toks=ANSWER_TOKENS,
             max_length=endpoint.max_length,  # the default, 2048, cuts prompts or overruns the server
             num_concurrent=run.concurrency,
             batch_size=1,  # several prompts in one request reach the scheduler in an order of its own

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.allocator import ALLOCATOR_ENVIRONMENT
 from pipeline.files import read_json
 from pipeline.models.child import Progress, child_main
-from pipeline.quantize.base import ALLOCATOR_ENVIRONMENT, Backend, QuantizeRequest
+from pipeline.quantize.base import Backend, QuantizeRequest
 from pipeline.quantize.folder import dress, served_dtype
 from pipeline.quantize.job import begin
 

@@ -31,15 +31,6 @@ from pipeline.quantize.room import Card, card_of, refuse_without_room, room_for,
 from pipeline.results import Quantization
 from pipeline.settings.schema import QuantizeRecipe, Settings
 
-# glibc returns every large block to the kernel at once and takes it back page by page: 60 % of the time of a
-# quantization on a CPU. Keeping up to 4 GiB on the heap ends that (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
-ALLOCATOR_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-
-
 SIZE_TOLERANCE = 0.01
 """Share of the planner's bytes that a checkpoint may differ by: shapes and KV scales that some layouts add."""
 

@@ -28,7 +28,13 @@ REMOVED = frozenset(
     }
 )
 OURS = frozenset(
-    {"VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_TARGET_DEVICE", "VLLM_CPU_OMP_THREADS_BIND"}
+    {
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_TARGET_DEVICE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    }
 )
 HARMLESS = frozenset(
     {

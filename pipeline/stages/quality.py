@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.compatibility.invariance import invariance_refusals
+from pipeline.compatibility.weights import Engine, capability_of
 from pipeline.digests import sha256_tree
-from pipeline.errors import EngineFailedError, UserInputError
+from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
 from pipeline.quality.batching import INVARIANT, batching_of
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
@@ -28,7 +30,7 @@ from pipeline.quality.stream import (
     write_stream,
 )
 from pipeline.quality.tasks import read_task, refuse_leaks
-from pipeline.results import EngineFacts, Provenance, Quality, Sample, load, save
+from pipeline.results import EngineFacts, Environment, Provenance, Quality, Sample, load, save
 from pipeline.serving.command import ServeSpec
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
@@ -60,6 +62,7 @@ def run(settings: Settings, name: str) -> None:
     refuse_leaks(settings)
     row, measured = planned(name), load(RESULTS / "measure" / f"{name}.engine.json", EngineFacts)
     spec = _scoring_spec(settings, serve_spec(settings, variant, row), measured)
+    _refuse_invariance(settings, machine)
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
     with serve(
@@ -100,6 +103,15 @@ def _scoring_spec(settings: Settings, spec: ServeSpec, measured: EngineFacts) ->
         kv_cache_memory_bytes=spec.kv_cache_memory_bytes or measured.kv_cache_bytes,
         environment={**spec.environment, **batching.variables},
     )
+
+
+def _refuse_invariance(settings: Settings, machine: Environment) -> None:
+    """`EnvironmentUnfitError` where the batch-invariant mode is asked of a card that hasn't got it."""
+    if settings.evalset.batching != "invariant":
+        return
+    engine = Engine(settings.server.engine_version, settings.device.kind, capability_of(machine.gpus))
+    for refusal in invariance_refusals(engine):
+        raise EnvironmentUnfitError(f"{refusal.what}; {refusal.fix} [{refusal.source}]")
 
 
 def _score(

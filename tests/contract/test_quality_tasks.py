@@ -451,14 +451,49 @@ def test_a_chats_tokens_are_exactly_those_of_the_models_own_template(folder: Pat
             folder, tmp_path / "chat", server, task="names", metric="exact_match", chat_template=True
         )
     turns = [[{"role": "user", "content": f"Name {i}:"}] for i in range(2)]
+    assert_sent(server.requests, tokenizer, turns)
+    assert scores.scores.format.chat_template and scores.scores.format.bos_tokens == 1
+
+
+def assert_sent(requests: list[dict[str, Any]], tokenizer: Any, turns: list[list[dict[str, str]]]) -> None:
     wanted = [
         tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True, return_dict=False)
         for turn in turns
     ]
-    assert sorted(request["prompt"][0] for request in server.requests) == sorted(wanted)
+    assert sorted(request["prompt"][0] for request in requests) == sorted(wanted)
     assert wanted[0][0] == tokenizer.bos_token_id and wanted[0].count(tokenizer.bos_token_id) == 1
     assert tokenizer.convert_tokens_to_ids("<|turn|>") in wanted[0]
-    assert scores.scores.format.chat_template and scores.scores.format.bos_tokens == 1
+
+
+def test_an_item_that_is_a_chat_keeps_its_turns(folder: Path, tmp_path: Path) -> None:
+    """Turn by turn as in a conversation, quotes and markup untouched; without a template it is refused, not scored as JSON."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer(tmp_path / "chat"))
+    chats = [
+        [
+            {"role": "system", "content": 'Be <b>brief</b> & "exact".'},
+            {"role": "user", "content": "Name 0:"},
+            {"role": "assistant", "content": "tiger"},
+            {"role": "user", "content": f"It's name {i}:"},
+        ]
+        for i in range(1, 3)
+    ]
+    items = [
+        {"id": f"n{i}", "slice": "names", "cluster": f"n{i}", "messages": chat, "answer": "camel"}
+        for i, chat in enumerate(chats)
+    ]
+    (folder / "names.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / "names.yaml").write_text(GENERATED.replace("{{prompt}}", "{{messages | tojson}}"))
+    with scoring_server(answers=lambda text: ("camel", "stop"), tokenizer=tmp_path / "chat") as server:
+        with pytest.raises(UserInputError, match=r"eval item n0 is a chat .* set chat_template: true"):
+            score(folder, tmp_path / "chat", server, task="names", metric="exact_match")
+        assert server.requests == []
+        scores = score(
+            folder, tmp_path / "chat", server, task="names", metric="exact_match", chat_template=True
+        )
+    assert_sent(server.requests, tokenizer, chats)
+    assert all(sample.correct for sample in scores.samples)
 
 
 def test_a_bos_twice_or_missing_is_refused(folder: Path, tokenizer_dir: Path, tmp_path: Path) -> None:

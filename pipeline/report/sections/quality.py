@@ -30,6 +30,17 @@ NOISE_TINT = 0.2
 like a finding."""
 
 
+BATCHING = {
+    "served": "Items are scored batched, as the server is deployed: an answer's last bits depend on what it is computed beside, and "
+    "the A/A control measures how many answers that changes.",
+    "serial": "Items are scored one at a time, so that runs repeat bit by bit. A deployed server batches, and its answers may differ "
+    "in their last bits from these.",
+    "invariant": "Items are scored on the engine's batch-invariant kernels, so that runs repeat bit by bit. They aren't the kernels "
+    "that get deployed: what those lose is not in these figures.",
+}
+"""How the items were computed together (`quality.batching`), in words."""
+
+
 def section(bundle: ResultBundle) -> Section:
     """Deltas, flips, slices."""
     known = next((result.quality for result in bundle.verdict.variants.values() if result.quality), None)
@@ -54,6 +65,8 @@ def section(bundle: ResultBundle) -> Section:
     sets = sorted({f"{found.evalset} ({found.n:,} items)" for found in bundle.qualities.values() if found})
     if sets:
         intro.append(f"Eval set: {listing(sets)}.")
+    modes = {found.batching for found in bundle.qualities.values() if found and found.batching}
+    intro += [BATCHING[mode] for mode in sorted(modes)]
     return Section(
         "quality",
         "Quality",

@@ -406,12 +406,47 @@ def test_the_short_answers_are_short_unique_and_not_given_away() -> None:
     assert len({entry.prompt for entry in short}) == len(short)
     for entry in short:
         assert entry.expected == entry.expected.strip() and len(entry.expected) <= 20
-        question = entry.prompt.rsplit("\n\n", 1)[1]
-        answers = [line.split(" ", 1)[-1].removeprefix("答：") for line in entry.prompt.splitlines()[1::3]]
-        assert len(answers) == 4 and entry.expected not in question, entry.id
-        assert entry.slice == "arithmetic" or entry.expected not in answers[:3], entry.id
+        *told, question = entry.prompt.splitlines()  # what is said in the chat, a line each
+        assert len(told) == 6 and entry.expected not in question, entry.id
+        assert entry.slice == "arithmetic" or entry.expected not in told[1::2], entry.id
     for name in ("calibration", "heldout"):
         check_no_leak(short, load_texts(CALIBRATION / f"{name}.jsonl"))
+
+
+CHAT = [
+    {"role": "user", "content": "Which?"},
+    {"role": "assistant", "content": "This."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+def test_an_item_may_be_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    lines = [
+        {"id": str(n), "slice": "s", "cluster": "c", "messages": CHAT, "answer": "That."} for n in range(2)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [item.prompt for item in load_items(path, "generate_until")] == ["Which?\nThis.\nAnd now?"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"messages": CHAT[:2]},
+            r"line 1: messages: the last turn is the assistant's; allowed is the user's",
+        ),
+        ({"messages": []}, "line 1: messages: "),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "line 1: .*bot"),
+        ({"prompt": "Which?"}, "line 1: has prompt and messages; allowed is one of the two"),
+    ],
+)
+def test_a_chat_that_cant_be_asked_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = tmp_path / "items.jsonl"
+    good = {"id": "a", "slice": "s", "cluster": "c", "messages": CHAT, "answer": "That."}
+    path.write_text(json.dumps(good | changes) + "\n" + json.dumps(good | {"id": "b"}) + "\n")
+    with pytest.raises(UserInputError, match=said):
+        load_items(path, "generate_until")
 
 
 @pytest.mark.parametrize("profile", ["demo", "rtx4090"])
