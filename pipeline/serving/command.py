@@ -143,7 +143,7 @@ def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = Non
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # The worker in the engine core's own process instead of one beside it: 16 s less to start on 2 cores, same answers bit by
         # bit. vLLM prefers two processes because only then can it bind OpenMP threads to cores (platforms/cpu.py), which is off here.
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Eager as it is, the engine still compiles one function that counts ranks for logprobs: 8 to 18 s a start, same counts.
         if spec.enforce_eager:
             environment.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -28,13 +28,7 @@ REMOVED = frozenset(
     }
 )
 OURS = frozenset(
-    {
-        "VLLM_NO_USAGE_STATS",
-        "VLLM_LOGGING_LEVEL",
-        "VLLM_TARGET_DEVICE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-    }
+    {"VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_TARGET_DEVICE", "VLLM_CPU_OMP_THREADS_BIND"}
 )
 HARMLESS = frozenset(
     {

@@ -49,7 +49,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "items": 40,
         "slice_items": {"long_context": 2},
         "divergence": {"prompts": 10, "continuation_tokens": 4, "top_k": 20},
-        "further": [{"task": "team_demo_short", "metric": "exact_match", "items": 10}],
+        "further": [{"task": "team_demo_short", "chat_template": True, "metric": "exact_match", "items": 10}],
     }
     (conf / "evalset/reduced.yaml").write_text(yaml.safe_dump(items))
     profile = (conf / "profile/demo.yaml").read_text()

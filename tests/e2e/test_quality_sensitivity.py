@@ -79,9 +79,15 @@ def _scores(server: Server, model: Path, folder: Path, reference: Sequence[Sampl
         return delta.delta_ci is not None and non_inferiority(delta.delta_ci, MARGIN) != "INCONCLUSIVE"
 
     run = EvalRun(
-        SET, "team_demo", ITEMS, seed=3, concurrency=8, slice_items={"long_context": 1}, looks=LOOKS.items
+        SET,
+        "team_demo",
+        ITEMS,
+        seed=3,
+        concurrency=8,
+        slice_items={"long_context": 1},
+        looks=len(LOOKS.items),
     )
-    hooks = Hooks(server.check, None if reference is None else decided)
+    hooks = Hooks(server.check, decided=None if reference is None else decided)
     return run_quality(run, Endpoint(server.base_url, "m", model, 512), folder, hooks)
 
 

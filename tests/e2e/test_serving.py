@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,13 @@ POOL_BYTES = 80 * 2**20
 BLOCK = 128
 
 
-def spec(model: Path, kv_cache_memory_bytes: int = POOL_BYTES) -> ServeSpec:
+USUAL = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The worker in a process of its own, as vLLM has it on a card."""
+
+
+def spec(
+    model: Path, kv_cache_memory_bytes: int = POOL_BYTES, environment: Mapping[str, str] | None = None
+) -> ServeSpec:
     return ServeSpec(
         engine_version=locked_engine()[1],
         model_dir=model,
@@ -37,6 +44,7 @@ def spec(model: Path, kv_cache_memory_bytes: int = POOL_BYTES) -> ServeSpec:
         kv_cache_dtype="bfloat16",
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         block_size=BLOCK,
+        environment=environment or {},
     )
 
 
@@ -47,9 +55,8 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def test_life_of_the_engine(prepared_model: Path, tmp_path: Path) -> None:
-    with serve(
-        spec(prepared_model), environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S
-    ) as server:
+    usual = spec(prepared_model, environment=USUAL)
+    with serve(usual, environment_python("serve"), tmp_path / "serve.log", ENGINE_START_S) as server:
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         assert len(processes) >= 3, "API server, engine core, worker"
         with MetricsSampler(server.base_url, interval_s=0.2) as sampler:
@@ -87,6 +94,7 @@ def test_pool_too_small_for_one_request_is_said_in_a_sentence(prepared_model: Pa
 
 PARENT = """
 import sys, time
+from collections.abc import Mapping
 from pathlib import Path
 from pipeline.serving.server import serve
 from tests.e2e.test_serving import ENGINE_START_S, spec

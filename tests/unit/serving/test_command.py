@@ -113,6 +113,18 @@ def test_environment_is_offline_and_decides_the_pool_by_bytes() -> None:
     assert inherited["VLLM_CPU_KVCACHE_SPACE"] == "4", "the caller's own environment isn't touched"
 
 
+def test_a_cpus_engine_starts_lean_unless_somebody_says_otherwise() -> None:
+    """One process, no compilation beside eager mode, an allocator that keeps its memory."""
+    lean = build_environment(spec(), {})
+    assert (lean["VLLM_ENABLE_V1_MULTIPROCESSING"], lean["TORCHDYNAMO_DISABLE"]) == ("0", "1")
+    assert int(lean["MALLOC_TRIM_THRESHOLD_"]) > 2**30
+    usual = build_environment(spec(environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), {})
+    assert usual["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in build_environment(spec(enforce_eager=False), {})
+    cuda = build_environment(spec(target="cuda", kv_cache_memory_bytes=None, gpu_memory_utilization=0.92), {})
+    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"} & set(cuda)
+
+
 def test_environment_finds_the_plugin_before_anything_inherited() -> None:
     repository = str(Path(__file__).resolve().parents[3])
     paths = build_environment(spec(), {"PYTHONPATH": "/theirs"})["PYTHONPATH"].split(os.pathsep)
