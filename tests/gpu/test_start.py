@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ import requests
 from pipeline.capacity import GIB, Geometry, kv_layout
 from pipeline.capacity.layers import Attention
 from pipeline.compatibility import Engine, attention_backends
-from pipeline.doctor.cards import capability_of
+from pipeline.compatibility.weights import capability_of
 from pipeline.environments import on_device
 from pipeline.gpu import GpuSampler, summarise
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
 from pipeline.planning.scenario import rules_of
 from pipeline.results import Gpu, GpuLoad, MemoryRun, PlanRow, save
 from pipeline.serving.sampler import MetricsSampler
-from pipeline.serving.signals import parse_log
+from pipeline.serving.server import serve
+from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
 from pipeline.settings import Settings, load_settings
-from tests.support.dummy_start import dummy_server, memory_run, write_checkpoints
+from pipeline.stages.context import pool_bytes
+from tests.support.dummy_start import dummy_server, dummy_spec, memory_run, planned, write_checkpoints
 from tests.support.environments import environment_python
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +40,10 @@ VARIANTS = ("bf16", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-kv-per-
 """Of the profile's, those whose checkpoint is AutoAWQ's or none; the control would be the reference again."""
 ROUNDING_GIB = 0.005
 """Half of the last decimal that the log prints."""
+
+
+ONCE = pytest.mark.parametrize("start", VARIANTS[:1], indirect=True)
+"""Of claims that no variant changes."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,22 @@ def test_every_memory_term_lies_in_the_planned_band(start: Start, gpu: Gpu) -> N
     assert not outside, f"`quantgate calibrate` on {RECORDS} takes these into conf/overheads/: {outside}"
 
 
+def test_scoring_gets_the_pool_that_was_measured(settings: Settings, folder: Path) -> None:
+    """An engine that is given the measured pool in bytes has it to the token, with one sequence at a time as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        row, python = planned(settings, "bf16"), environment_python(on_device("serve", "cuda"))
+        spec, tokens = dummy_spec(settings, "bf16", row), []
+        for name, sequences in (("profiled", spec.max_num_seqs), ("given", 1)):
+            wanted = replace(spec, max_num_seqs=sequences)
+            with serve(wanted, python, folder / f"{name}.log", settings.server.startup_timeout_s) as server:
+                metrics = parse_metrics(server.metrics_text())
+            tokens.append(reported_capacity(parse_log(server.log_text()), metrics)[0])
+            spec = replace(spec, kv_cache_memory_bytes=pool_bytes(row, metrics.num_gpu_blocks))
+    assert tokens[0] == tokens[1]
+
+
+@ONCE
 def test_others_are_told_from_the_engine(start: Start) -> None:
     """Memory of other processes is known before and after the start, and none of it is the engine's."""
     [memory] = start.run.provenance.gpu_memory or []
@@ -161,6 +183,7 @@ def test_others_are_told_from_the_engine(start: Start) -> None:
         assert not memory.others_before, "the driver lists others, but our engine isn't under its pids"
 
 
+@ONCE
 def test_the_card_is_sampled_while_it_serves(start: Start) -> None:
     """Clocks, heat, power and utilization are in the timeline while requests run."""
     assert start.load is not None
