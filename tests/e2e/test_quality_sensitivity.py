@@ -18,7 +18,7 @@ import pytest
 from pipeline.quality.divergence import ScoredStream, diverge
 from pipeline.quality.evalset import load_items, sample_items
 from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
-from pipeline.quality.sequential import Looks
+from pipeline.quality.sequential import plan_looks
 from pipeline.quality.statistics import compare, non_inferiority
 from pipeline.quality.stream import StreamClient, make_stream, score_stream, stream_of
 from pipeline.results import Sample
@@ -35,7 +35,7 @@ SET = ROOT / "evalsets/team-demo"
 MARGIN, CONFIDENCE = 0.03, 0.95
 ITEMS = 146  # a sample without a flip excludes a loss of 2.6 points; with the one long prompt that a sample must hold
 DAMAGED = "model.layers.3."
-LOOKS = Looks((60, ITEMS), (1 - CONFIDENCE) / 2, "pocock")
+LOOKS = plan_looks(ITEMS, 2, CONFIDENCE, "pocock")
 POLICY = Policy(required_sequences=1, quality_margin=MARGIN, confidence=CONFIDENCE, max_kl=0.5)
 
 
