@@ -17,8 +17,8 @@ from typing import Literal
 from pipeline.load.judge import Judge, boundary
 from pipeline.load.metrics import Limits, percentile, tpot_s, ttft_s, window
 from pipeline.load.records import RequestRecord
-from pipeline.load.search import Axis, Found
-from pipeline.results import Probe, SloSearch
+from pipeline.load.search import NOTHING, Axis, Expected, Found
+from pipeline.results import LoadLevel, Probe, SloSearch
 
 Mode = Literal["closed", "open"]
 UNITS: dict[Mode, Literal["streams", "requests/s"]] = {"closed": "streams", "open": "requests/s"}
@@ -67,6 +67,40 @@ def arrivals(rate_rps: float, count: int, seed: str) -> tuple[float, ...]:
     return tuple(found)
 
 
+def expected_of(
+    levels: Sequence[LoadLevel], records: Sequence[RequestRecord], slo: Slo, plan: SearchPlan
+) -> Expected:
+    """What the levels' cells, all repeats together, let a closed loop's search expect; nothing of an open loop's rates.
+
+    A level seems to hold when no more of its measured requests were over either limit than the SLO's percentile allows. Its last
+    requests ran while others had ended, and a look at it comes before those of the probes: so this decides nothing, and every
+    pass and fail is a probe's. Where a level that seems to break lies below one that seems to hold, only the latter counts.
+    """
+    if plan.mode != "closed":
+        return NOTHING
+    trusted = {level.cell: level.concurrency for level in levels if not _saturated(level.client_cpu_share)}
+    seen: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        if record.cell in trusted and not record.warmup and record.outcome != "stopped":
+            seen.setdefault(trusted[record.cell], []).append(record)
+    holds = {load for load, of_level in seen.items() if _seems_to_hold(of_level, slo)}
+    top, (least, most) = max(holds, default=0), (plan.axis.minimum, plan.axis.maximum)
+    return Expected(
+        min(top, most) if top >= least else None,
+        min((load for load in seen if load > top and least <= load <= most), default=None),
+    )
+
+
+def _seems_to_hold(records: Sequence[RequestRecord], slo: Slo) -> bool:
+    over_ttft = sum(ttft_s(record) * 1e3 > slo.limits.ttft_ms for record in records)
+    over_tpot = sum(tpot_s(record) * 1e3 > slo.limits.tpot_ms for record in records)
+    return max(over_ttft, over_tpot) / len(records) <= 1 - slo.percentile + 1e-9
+
+
+def _saturated(client_cpu_share: float | None) -> bool:
+    return client_cpu_share is not None and client_cpu_share > MAX_CPU_SHARE
+
+
 def make_judge(slo: Slo, plan: SearchPlan, load: float) -> Judge:
     """The judge of one probe."""
     line = boundary(slo.percentile, slo.confidence, plan.max_requests)
@@ -89,7 +123,7 @@ def probe_result(
     start_s, end_s = window(records)
     lags = sorted(record.start_s - record.origin_s for record in records)
     lag_ms = percentile(lags, 0.99) * 1e3 if plan.mode == "open" else None
-    saturated = (client_cpu_share is not None and client_cpu_share > MAX_CPU_SHARE) or (
+    saturated = _saturated(client_cpu_share) or (
         lag_ms is not None and lag_ms > MAX_LAG_SHARE * slo.limits.ttft_ms
     )
     return Probe(

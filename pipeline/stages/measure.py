@@ -134,6 +134,7 @@ def load_plan(settings: Settings, model_dir: Path, capacity: Capacity) -> Callab
         requests_per_stream=load.requests_per_stream,
         min_requests=load.min_requests,
         repeats=load.repeats,
+        repeat_until=load.repeat_until,
         warmup_requests=load.warmup_requests,
         slo=slo_of(settings),
         fill=fill,
