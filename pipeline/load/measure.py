@@ -67,7 +67,12 @@ class LoadPlan:
 
     def measured_requests(self, level: int) -> int:
         """Requests of one level after its warm-up; never fewer than the level, which would not hold its concurrency."""
-        return max(level, self.min_requests, math.ceil(round(self.requests_per_stream * level, 9)))
+        return measured_requests(level, self.requests_per_stream, self.min_requests)
+
+
+def measured_requests(level: int, per_stream: float, least: int) -> int:
+    """Requests of one level after its warm-up, as `LoadSettings` asks for them."""
+    return max(level, least, math.ceil(round(per_stream * level, 9)))
 
 
 @dataclass

@@ -12,13 +12,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.load.judge import Judge, boundary
 from pipeline.load.metrics import Limits, percentile, tpot_s, ttft_s, window
 from pipeline.load.records import RequestRecord
 from pipeline.load.search import NOTHING, Axis, Expected, Found
 from pipeline.results import LoadLevel, Probe, SloSearch
+
+if TYPE_CHECKING:
+    from pipeline.settings import Settings
 
 Mode = Literal["closed", "open"]
 UNITS: dict[Mode, Literal["streams", "requests/s"]] = {"closed": "streams", "open": "requests/s"}
@@ -53,6 +56,24 @@ class SearchPlan:
 
     def requests(self, load: float, slo: Slo) -> int:
         return self.warmup(load, slo) + self.max_requests
+
+
+def slo_of(settings: Settings) -> Slo:
+    """The SLO as the load judges by it."""
+    slo = settings.slo
+    return Slo(Limits(slo.ttft_ms, slo.tpot_ms), slo.percentile, slo.confidence)
+
+
+def search_plans(settings: Settings) -> tuple[tuple[SearchPlan, float], ...]:
+    """The profile's searches, each with the time from which on it starts no probe: closed loop first."""
+    load, found = settings.load, []
+    if given := load.search:
+        axis = Axis(given.start, given.minimum, given.maximum, whole=True, resolution=given.resolution)
+        found.append((SearchPlan("closed", axis, given.max_requests), given.until_s))
+    if rates := load.open_loop:
+        axis = Axis(rates.start_rps, rates.minimum_rps, rates.maximum_rps, False, rates.resolution)
+        found.append((SearchPlan("open", axis, rates.max_requests), rates.until_s))
+    return tuple(found)
 
 
 def arrivals(rate_rps: float, count: int, seed: str) -> tuple[float, ...]:
@@ -178,10 +199,11 @@ def _answer(plan: SearchPlan, slo: Slo, found: Found, probes: Sequence[Probe]) -
         ended += "; the client was saturated at some loads, which therefore decide nothing"
     if found.low is None:
         best = _best(slo, probes)
-        undecided = (
-            "" if found.high is not None and found.high < plan.axis.minimum else " was shown to meet the SLO"
-        )
-        return f"no load{undecided or ' meets the SLO'}: {best}{ended}"
+        least = plan.axis.minimum
+        undecided = found.high is None or found.high >= least
+        loads = "no load" if not plan.axis.whole or least == 1 else f"no load from {least:g} {unit} on"
+        shown = "was shown to meet the SLO" if undecided else "meets the SLO"
+        return f"{loads} {shown}: {best}{ended}"
     if found.high is None:
         top = max(probe.load for probe in probes)
         above = (

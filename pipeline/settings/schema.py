@@ -435,6 +435,11 @@ class ClosedSearchSettings(Strict):
         ge=1,
         description="first concurrency tried where the levels don't say where to begin; doubled from there",
     )
+    minimum: int = Field(
+        default=1,
+        ge=1,
+        description="lowest concurrency tried: far fewer than are wanted take long to tell apart",
+    )
     maximum: int = Field(ge=1, description="highest concurrency tried")
     resolution: float = Field(
         ge=0, lt=1, description="relative step that need not be told apart; 0: to the stream"
@@ -494,10 +499,10 @@ class LoadSettings(Strict):
     def _possible(self) -> LoadSettings:
         if len(set(self.levels)) != len(self.levels):
             raise ValueError(f"levels {list(self.levels)} must be distinct")
-        if self.search and self.search.start > self.search.maximum:
-            raise ValueError(
-                f"search.start {self.search.start} is above search.maximum {self.search.maximum}"
-            )
+        if (searched := self.search) and searched.start > searched.maximum:
+            raise ValueError(f"search.start {searched.start} is above search.maximum {searched.maximum}")
+        if searched and searched.start < searched.minimum:
+            raise ValueError(f"search.start {searched.start} is below search.minimum {searched.minimum}")
         rates = self.open_loop
         if rates and not rates.minimum_rps <= rates.start_rps <= rates.maximum_rps:
             raise ValueError("open_loop needs minimum_rps <= start_rps <= maximum_rps")
