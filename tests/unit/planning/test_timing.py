@@ -12,7 +12,10 @@ import pytest
 from pipeline.cli import main
 from pipeline.doctor.scenario import check_time
 from pipeline.errors import UserInputError
-from pipeline.planning.load_time import lengths_of
+from pipeline.load.judge import boundary
+from pipeline.load.metrics import Limits
+from pipeline.load.slo import Slo, search_plans
+from pipeline.planning.load_time import _search_to_s, lengths_of
 from pipeline.planning.render_time import duration, headline, markdown
 from pipeline.planning.roofline import Lengths, Roofline
 from pipeline.planning.scenario import card_of, geometry_of, row_of
@@ -20,6 +23,7 @@ from pipeline.planning.scoring_lengths import scored_tasks
 from pipeline.planning.timing import ProfileTime, engine_of, guarded_time, profile_time
 from pipeline.settings import Settings, load_settings
 from pipeline.settings.schema import LocalSource, TaskSettings
+from tests.support.slo_trials import run_search, seen_at_levels
 
 ROOT = Path(__file__).parents[3]
 HOUR_S = 3600.0
@@ -153,6 +157,22 @@ def test_every_shipped_load_of_a_card_has_an_estimate(load: str) -> None:
     found = changed(f"load={load}")
     for one in found.variants:
         assert one.load.search_s <= one.load.longest_search_s < 12 * HOUR_S + 8 * HOUR_S
+
+
+def test_a_searchs_requests_are_those_of_a_simulated_one(rtx4090: Settings) -> None:
+    """With an engine that takes a second a request, seconds are requests: limits all over the axis, six seeds each."""
+    ((plan, _),) = search_plans(rtx4090)
+    slo = Slo(Limits(1e6, 40.0), rtx4090.slo.percentile, rtx4090.slo.confidence)
+    line = boundary(slo.percentile, slo.confidence, plan.max_requests)
+    engine = Roofline(0, 1, 0, 0, 1e9, 1, 2)
+    planned = simulated = 0.0
+    for knee in (10, 20, 30, 45, 70, 90, 110, 200):
+        planned += _search_to_s(knee, plan, slo, line, (1, 60), engine, Lengths(1, 0, 0, 0, 0))
+        for seed in range(6):
+            known = seen_at_levels(seed, {1: 24, 60: 720}, plan, slo, knee)
+            _, sent = run_search(seed, plan=plan, slo=slo, knee=knee, slots=128, expected=known)
+            simulated += sent / 6
+    assert simulated < planned < 2 * simulated  # on the slow side
 
 
 def test_a_cpu_is_not_guessed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
