@@ -247,3 +247,12 @@ def test_an_slo_that_nothing_meets_says_so_with_the_best_seen() -> None:
     assert result.low is None
     assert "no load meets the SLO: the best seen, at 1, is TTFT" in result.note
     assert "the limits are 1 and 1 ms" in result.note
+
+
+def test_a_search_that_does_not_go_down_to_one_stream_says_so() -> None:
+    plan = SearchPlan("closed", Axis(16, 16, 64, True, 0.2), max_requests=60)
+    slo = Slo(Limits(1, 1), 0.9, 0.95)
+    found, _, probes = run_search(0, plan=plan, slo=slo, with_probes=True)
+    result = search_result(plan, slo, found, probes, 1.0)
+    assert (result.low, result.high) == (None, 15)
+    assert result.note.startswith("no load from 16 streams on meets the SLO: the best seen, at 16, is TTFT")
