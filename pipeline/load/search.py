@@ -139,11 +139,13 @@ class _Run:
                 return
 
     def _first(self) -> float:
-        """The middle of what is expected; with one side of it known, double or half of that; else the axis' start."""
+        """The middle of what is expected; half of what is expected to fail; the axis' start, or double what is expected to pass."""
         holds, breaks = self.expected.holds, self.expected.breaks
-        if holds is not None:
-            return self._higher(holds) if holds < self.axis.maximum else holds
-        return self.axis.start if breaks is None else self._lower(breaks)
+        if holds is None:
+            return self.axis.start if breaks is None else self._lower(breaks)
+        if holds >= self.axis.maximum:
+            return holds
+        return self._higher(holds) if breaks is not None else max(self._higher(holds), self.axis.start)
 
     def _higher(self, passed: float) -> float:
         """A load above: half of the way to the one that is expected to fail, else double."""

@@ -88,6 +88,9 @@ def test_a_right_expectation_saves_probes_and_its_ends_are_probed_too() -> None:
     tried, probe = oracle(8)
     assert search(WHOLE, probe, expected=Expected(8, 40)).low == 8  # type: ignore[arg-type]
     assert tried == [24, 16, 12, 10, 9, 8]
+    tried, probe = oracle(30)
+    search(Axis(20, 1, 64, True, 0), probe, expected=Expected(2))  # type: ignore[arg-type]
+    assert tried[:2] == [20, 40]  # a level far below tells less than the start does
     tried, probe = oracle(100)
     assert search(WHOLE, probe, expected=Expected(40)).high is None  # type: ignore[arg-type]
     assert tried == [64]
