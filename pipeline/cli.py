@@ -92,13 +92,19 @@ def _overrides(given: list[str]) -> list[str]:
 def _plan(arguments: argparse.Namespace) -> None:
     from pipeline.planning import as_csv, plan_of, plan_rows, render_plan
     from pipeline.planning.inputs import read_lengths, with_model_folder
+    from pipeline.planning.render_time import text_lines
+    from pipeline.planning.timing import guarded_time
 
     settings = load_settings(_overrides(arguments.overrides))
     counted: dict[str, int] = {}
     if arguments.model_folder is not None:
         settings, counted = with_model_folder(settings, arguments.model_folder)
     lengths = read_lengths(arguments.workload, settings.server.max_model_len) if arguments.workload else None
-    plan = plan_of(settings, lengths, counted)
+    time, why_not = guarded_time(settings)
+    plan = plan_of(settings, lengths, counted) | {
+        "time": None if time is None else time.as_json(),
+        "time_note": why_not,
+    }
     if arguments.plot is not None:
         from pipeline.planning.plot import write_plot
 
@@ -107,7 +113,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.csv:
         print(as_csv(plan), end="")
     else:
-        print(json.dumps(plan, indent=2, ensure_ascii=False) if arguments.json else render_plan(plan))
+        shown = text_lines(time) if time is not None else [f"Expected time: {why_not}."]
+        whole = "\n\n".join([render_plan(plan), "\n".join(shown)])
+        print(json.dumps(plan, indent=2, ensure_ascii=False) if arguments.json else whole)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:

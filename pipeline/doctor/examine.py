@@ -16,7 +16,7 @@ from pipeline.doctor.machine import (
 )
 from pipeline.doctor.model import check_source, local_config
 from pipeline.doctor.quantizing import check_leaks, check_overlap, check_room, check_tokens
-from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers
+from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers, check_time
 from pipeline.doctor.software import check_environments, locked
 from pipeline.environments import on_device
 from pipeline.results import Environment
@@ -48,6 +48,7 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
     found += guarded("kernels", lambda: check_kernels(settings, machine, gpus))
     found += guarded("eval set", lambda: check_evalset(settings))
     found += guarded("plan", lambda: check_plan(settings))
+    found += guarded("time", lambda: check_time(settings))
     return found
 
 

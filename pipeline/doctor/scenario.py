@@ -161,6 +161,20 @@ def check_plan(settings: Settings) -> Check:
     return ok("plan", f"{fits} of {settings.policy.required_sequences} sequences")
 
 
+def check_time(settings: Settings) -> Check:
+    """How long all stages take, from nothing."""
+    from pipeline.planning.render_time import headline, stage_rows
+    from pipeline.planning.timing import guarded_time
+
+    if settings.model.config is None:
+        return _unknown("time")
+    time, note = guarded_time(settings)
+    if time is None:
+        return ok("time", note)
+    stages = ", ".join(f"{name.replace('`', '')} {expected}" for name, expected, _ in stage_rows(time)[:-1])
+    return ok("time", f"{headline(time)} ({stages}); {note}")
+
+
 def _unknown(name: str) -> Check:
     return warn(
         name,

@@ -35,15 +35,16 @@ class Boundary:
 
 
 @lru_cache(maxsize=32)
-def boundary(percentile: float, confidence: float, max_requests: int) -> Boundary:
+def boundary(percentile: float, confidence: float, max_requests: int, *, needs_pass: bool = True) -> Boundary:
     """Lines for a probe of at most `max_requests` that judges TTFT and TPOT at once.
 
     With a true share of over-limit requests of at least 1 - percentile the chance of a pass is at most 1 - confidence; both
     limits must pass, so each may use the whole of it. With a true share of at most that, the chance of a fail is at most
-    1 - confidence, of which each of the two limits may use half. `UserInputError` where so few requests can't decide.
+    1 - confidence, of which each of the two limits may use half. `UserInputError` where so few requests can't decide, unless only a
+    fail is asked for.
     """
     needed = requests_needed(percentile, 0, confidence)
-    if max_requests < needed:
+    if needs_pass and max_requests < needed:
         raise UserInputError(
             f"load.search.max_requests is {max_requests}; p{percentile * 100:g} at {confidence:.0%} confidence can't be judged "
             f"with fewer than {needed}"

@@ -1,7 +1,8 @@
 """All cells of one variant against one running server: what fits, what load costs, how many streams meet the SLO.
 
 The three are asked apart and never mixed: the fill test's requests tell nothing of latency, the levels' cells run to
-their end whatever they show, and the searches' probes stop as soon as they are decided.
+their end whatever they show, and the searches' probes stop as soon as they are decided. What the levels showed only tells a
+search where to begin, and whether a level need be repeated.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from pipeline.load.driver import Cell, CellResult, LoadSession, Request, Target
 from pipeline.load.fill import FILL_CELL, FillPlan, fill_result
 from pipeline.load.metrics import hit_rate, summarise, window
 from pipeline.load.records import RequestRecord
+from pipeline.load.repeats import is_settled
 from pipeline.load.search import search
-from pipeline.load.slo import SearchPlan, Slo, arrivals, make_judge, probe_result, search_result
+from pipeline.load.slo import (
+    SearchPlan,
+    Slo,
+    arrivals,
+    expected_of,
+    make_judge,
+    probe_result,
+    search_result,
+)
 from pipeline.load.watch import STALL_TIMEOUT_S, LoadedServer, Sampler, Watch, never
 from pipeline.load.workload import Source
 from pipeline.results import Capacity, FillTest, LoadLevel, Probe, SloSearch
@@ -52,10 +62,17 @@ class LoadPlan:
     """As planned."""
     reported_tokens: int
     seed: int
+    repeat_until: float | None = None
+    """Relative half-width of a level's intervals from which on it isn't repeated; None: as often as `repeats` says."""
 
     def measured_requests(self, level: int) -> int:
         """Requests of one level after its warm-up; never fewer than the level, which would not hold its concurrency."""
-        return max(level, self.min_requests, math.ceil(round(self.requests_per_stream * level, 9)))
+        return measured_requests(level, self.requests_per_stream, self.min_requests)
+
+
+def measured_requests(level: int, per_stream: float, least: int) -> int:
+    """Requests of one level after its warm-up, as `LoadSettings` asks for them."""
+    return max(level, least, math.ceil(round(per_stream * level, 9)))
 
 
 @dataclass
@@ -90,7 +107,8 @@ def run_load(
         runner.fill()
     for repeat in range(1, plan.repeats + 1):
         for level in plan.levels:
-            runner.level(level, repeat)
+            if not runner.is_settled(level):
+                runner.level(level, repeat)
     for search_plan, until_s in plan.searches:
         runner.search(search_plan, until_s)
 
@@ -140,8 +158,17 @@ class _Runner:
             )
         )
 
+    def is_settled(self, level: int) -> bool:
+        """Whether another repeat of a level would decide nothing."""
+        plan = self.plan
+        if plan.repeat_until is None:
+            return False
+        done = [found for found in self.outcome.levels if found.concurrency == level]
+        planned = plan.repeats * plan.measured_requests(level)
+        return is_settled(done, self.outcome.records, plan.repeat_until, plan.slo, planned)
+
     def search(self, plan: SearchPlan, until_s: float) -> None:
-        """One search; its probes are cells that stop once they are decided."""
+        """One search, which begins where the levels leave it open; its probes are cells that stop once they are decided."""
         started = time.monotonic()
         probes: list[Probe] = []
 
@@ -150,7 +177,12 @@ class _Runner:
             self.outcome.probes.append(probes[-1])
             return probes[-1].decision
 
-        found = search(plan.axis, probe, may_go_on=lambda: time.monotonic() - self.started_s < until_s)
+        found = search(
+            plan.axis,
+            probe,
+            may_go_on=lambda: time.monotonic() - self.started_s < until_s,
+            expected=expected_of(self.outcome.levels, self.outcome.records, self.plan.slo, plan),
+        )
         self.outcome.searches.append(
             search_result(plan, self.plan.slo, found, probes, time.monotonic() - started)
         )

@@ -4,6 +4,9 @@ Loads are concurrencies (whole numbers) or rates (requests a second). Each probe
 taken to grow with load. The answer is an interval: `low` is the largest load that passed, `high` the largest that hasn't been shown
 to fail at the search's resolution. Where every probe was decided the two are one load; an undecided probe stays between them and
 is never rounded up.
+
+What was seen before the search only says where to look first: passes and fails are those of probes alone, so an expectation
+that is wrong costs probes and changes no answer's meaning.
 """
 
 from __future__ import annotations
@@ -56,6 +59,18 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """The largest load that seemed to meet the limits and the smallest above it that seemed to break them, in what was run
+    before. Not judged: only where to look."""
+
+    holds: float | None = None
+    breaks: float | None = None
+
+
+NOTHING = Expected()
+
+
+@dataclass(frozen=True)
 class Found:
     """`low` None: no load tried passed. `high` None: none failed, the limit is above the highest tried."""
 
@@ -65,9 +80,14 @@ class Found:
     """The search ended by its budget, so the interval is wider than its resolution."""
 
 
-def search(axis: Axis, probe: ProbeAt, may_go_on: Callable[[], bool] = lambda: True) -> Found:
+def search(
+    axis: Axis,
+    probe: ProbeAt,
+    may_go_on: Callable[[], bool] = lambda: True,
+    expected: Expected = NOTHING,
+) -> Found:
     """Find the largest passing load of `axis`. `may_go_on` is asked before every probe after the first."""
-    run = _Run(axis, probe, may_go_on)
+    run = _Run(axis, probe, may_go_on, expected)
     run.climb()
     run.close_in()
     run.pin_upper_end()
@@ -78,8 +98,9 @@ def search(axis: Axis, probe: ProbeAt, may_go_on: Callable[[], bool] = lambda: T
 class _Run:
     """`low`: largest pass, 0 when none. `ceiling`: smallest load above it that didn't pass. `fail`: smallest that failed."""
 
-    def __init__(self, axis: Axis, probe: ProbeAt, may_go_on: Callable[[], bool]) -> None:
+    def __init__(self, axis: Axis, probe: ProbeAt, may_go_on: Callable[[], bool], expected: Expected) -> None:
         self.axis = axis
+        self.expected = expected
         self.low = 0.0
         self.ceiling: float | None = None
         self.fail: float | None = None
@@ -109,14 +130,39 @@ class _Run:
         return True
 
     def climb(self) -> None:
-        """Double from the start while it passes; halve while nothing has passed."""
-        load = self.axis.start
+        """Up from the first load while it passes; down while nothing has passed."""
+        load = self._first()
         while self._try(load) and self.ceiling is None and load < self.axis.maximum:
-            load = min(2 * load, self.axis.maximum)
+            load = self._higher(load)
         while not self.low and self.ceiling is not None and self.ceiling > self.axis.minimum:
-            half = max(self.ceiling / 2, self.axis.minimum)
-            if not self._try(float(math.floor(half)) if self.axis.whole else half):
+            if not self._try(self._lower(self.ceiling)):
                 return
+
+    def _first(self) -> float:
+        """The middle of what is expected; half of what is expected to fail; the axis' start, or double what is expected to pass."""
+        holds, breaks = self.expected.holds, self.expected.breaks
+        if holds is None:
+            return self.axis.start if breaks is None else self._lower(breaks)
+        if holds >= self.axis.maximum:
+            return holds
+        return self._higher(holds) if breaks is not None else max(self._higher(holds), self.axis.start)
+
+    def _higher(self, passed: float) -> float:
+        """A load above: half of the way to the one that is expected to fail, else double."""
+        breaks = self.expected.breaks
+        if breaks is None or breaks <= passed:
+            return min(2 * passed, self.axis.maximum)
+        middle = self.axis.between(passed, breaks)
+        return breaks if middle is None else middle
+
+    def _lower(self, ceiling: float) -> float:
+        """A load below: half of the way to the one that is expected to pass, else half."""
+        holds = self.expected.holds
+        if holds is None or holds >= ceiling:
+            half = max(ceiling / 2, self.axis.minimum)
+            return float(math.floor(half)) if self.axis.whole else half
+        middle = self.axis.between(holds, ceiling)
+        return holds if middle is None else middle
 
     def close_in(self) -> None:
         """Bisect between the largest pass and the smallest load that didn't."""
@@ -130,7 +176,7 @@ class _Run:
             if self.fail is None:
                 if undecided >= self.axis.maximum:
                     return
-                load: float | None = min(2 * undecided, self.axis.maximum)
+                load: float | None = self._higher(undecided)
             else:
                 load = self.axis.between(undecided, self.fail)
             before = self.fail

@@ -12,13 +12,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.load.judge import Judge, boundary
 from pipeline.load.metrics import Limits, percentile, tpot_s, ttft_s, window
 from pipeline.load.records import RequestRecord
-from pipeline.load.search import Axis, Found
-from pipeline.results import Probe, SloSearch
+from pipeline.load.search import NOTHING, Axis, Expected, Found
+from pipeline.results import LoadLevel, Probe, SloSearch
+
+if TYPE_CHECKING:
+    from pipeline.settings import Settings
 
 Mode = Literal["closed", "open"]
 UNITS: dict[Mode, Literal["streams", "requests/s"]] = {"closed": "streams", "open": "requests/s"}
@@ -55,6 +58,24 @@ class SearchPlan:
         return self.warmup(load, slo) + self.max_requests
 
 
+def slo_of(settings: Settings) -> Slo:
+    """The SLO as the load judges by it."""
+    slo = settings.slo
+    return Slo(Limits(slo.ttft_ms, slo.tpot_ms), slo.percentile, slo.confidence)
+
+
+def search_plans(settings: Settings) -> tuple[tuple[SearchPlan, float], ...]:
+    """The profile's searches, each with the time from which on it starts no probe: closed loop first."""
+    load, found = settings.load, []
+    if given := load.search:
+        axis = Axis(given.start, given.minimum, given.maximum, whole=True, resolution=given.resolution)
+        found.append((SearchPlan("closed", axis, given.max_requests), given.until_s))
+    if rates := load.open_loop:
+        axis = Axis(rates.start_rps, rates.minimum_rps, rates.maximum_rps, False, rates.resolution)
+        found.append((SearchPlan("open", axis, rates.max_requests), rates.until_s))
+    return tuple(found)
+
+
 def arrivals(rate_rps: float, count: int, seed: str) -> tuple[float, ...]:
     """A Poisson process' first `count` arrivals, scaled so that the last one is at count / rate exactly."""
     rng = random.Random(seed)
@@ -65,6 +86,40 @@ def arrivals(rate_rps: float, count: int, seed: str) -> tuple[float, ...]:
         now += gap * scale
         found.append(now)
     return tuple(found)
+
+
+def expected_of(
+    levels: Sequence[LoadLevel], records: Sequence[RequestRecord], slo: Slo, plan: SearchPlan
+) -> Expected:
+    """What the levels' cells, all repeats together, let a closed loop's search expect; nothing of an open loop's rates.
+
+    A level seems to hold when no more of its measured requests were over either limit than the SLO's percentile allows. Its last
+    requests ran while others had ended, and a look at it comes before those of the probes: so this decides nothing, and every
+    pass and fail is a probe's. Where a level that seems to break lies below one that seems to hold, only the latter counts.
+    """
+    if plan.mode != "closed":
+        return NOTHING
+    trusted = {level.cell: level.concurrency for level in levels if not _saturated(level.client_cpu_share)}
+    seen: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        if record.cell in trusted and not record.warmup and record.outcome != "stopped":
+            seen.setdefault(trusted[record.cell], []).append(record)
+    holds = {load for load, of_level in seen.items() if _seems_to_hold(of_level, slo)}
+    top, (least, most) = max(holds, default=0), (plan.axis.minimum, plan.axis.maximum)
+    return Expected(
+        min(top, most) if top >= least else None,
+        min((load for load in seen if load > top and least <= load <= most), default=None),
+    )
+
+
+def _seems_to_hold(records: Sequence[RequestRecord], slo: Slo) -> bool:
+    over_ttft = sum(ttft_s(record) * 1e3 > slo.limits.ttft_ms for record in records)
+    over_tpot = sum(tpot_s(record) * 1e3 > slo.limits.tpot_ms for record in records)
+    return max(over_ttft, over_tpot) / len(records) <= 1 - slo.percentile + 1e-9
+
+
+def _saturated(client_cpu_share: float | None) -> bool:
+    return client_cpu_share is not None and client_cpu_share > MAX_CPU_SHARE
 
 
 def make_judge(slo: Slo, plan: SearchPlan, load: float) -> Judge:
@@ -89,7 +144,7 @@ def probe_result(
     start_s, end_s = window(records)
     lags = sorted(record.start_s - record.origin_s for record in records)
     lag_ms = percentile(lags, 0.99) * 1e3 if plan.mode == "open" else None
-    saturated = (client_cpu_share is not None and client_cpu_share > MAX_CPU_SHARE) or (
+    saturated = _saturated(client_cpu_share) or (
         lag_ms is not None and lag_ms > MAX_LAG_SHARE * slo.limits.ttft_ms
     )
     return Probe(
@@ -144,10 +199,11 @@ def _answer(plan: SearchPlan, slo: Slo, found: Found, probes: Sequence[Probe]) -
         ended += "; the client was saturated at some loads, which therefore decide nothing"
     if found.low is None:
         best = _best(slo, probes)
-        undecided = (
-            "" if found.high is not None and found.high < plan.axis.minimum else " was shown to meet the SLO"
-        )
-        return f"no load{undecided or ' meets the SLO'}: {best}{ended}"
+        least = plan.axis.minimum
+        undecided = found.high is None or found.high >= least
+        loads = "no load" if not plan.axis.whole or least == 1 else f"no load from {least:g} {unit} on"
+        shown = "was shown to meet the SLO" if undecided else "meets the SLO"
+        return f"{loads} {shown}: {best}{ended}"
     if found.high is None:
         top = max(probe.load for probe in probes)
         above = (

@@ -154,7 +154,7 @@ class _Prompts:
         from tokenizers import Tokenizer
 
         self._vocabulary, self._seed = vocabulary, seed
-        lines = _read_prompts(Path(workload.file), workload.output_tokens)
+        lines = read_prompts(Path(workload.file), workload.output_tokens)
         try:
             tokenizer = Tokenizer.from_file(str(vocabulary.file))
         except Exception as error:  # the library raises nothing narrower
@@ -178,7 +178,7 @@ class _Prompts:
         )
 
 
-def _read_prompts(path: Path, output_tokens: int) -> list[tuple[str, str, int]]:
+def read_prompts(path: Path, output_tokens: int) -> list[tuple[str, str, int]]:
     """(where, prompt, tokens to generate) of each line; `UserInputError` names the file and the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

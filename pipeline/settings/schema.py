@@ -78,6 +78,14 @@ class DeviceSettings(Strict):
         ge=0,
         description="GiB that others hold: a desktop takes 1 to 2, a server without one none",
     )
+    memory_bandwidth_gb_s: float | None = Field(
+        default=None, gt=0, description="of its memory, GB/s by the data sheet; null: no time is estimated"
+    )
+    dense_16bit_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="FP16/BF16 tensor TFLOPS by the data sheet, dense, FP32 accumulate; null: no time is estimated",
+    )
 
     @property
     def memory_bytes(self) -> int:
@@ -423,7 +431,15 @@ class FillSettings(Strict):
 class ClosedSearchSettings(Strict):
     """Search for the largest concurrency at which the SLO holds."""
 
-    start: int = Field(ge=1, description="first concurrency tried; doubled from there")
+    start: int = Field(
+        ge=1,
+        description="first concurrency tried where the levels don't say where to begin; doubled from there",
+    )
+    minimum: int = Field(
+        default=1,
+        ge=1,
+        description="lowest concurrency tried: far fewer than are wanted take long to tell apart",
+    )
     maximum: int = Field(ge=1, description="highest concurrency tried")
     resolution: float = Field(
         ge=0, lt=1, description="relative step that need not be told apart; 0: to the stream"
@@ -464,6 +480,13 @@ class LoadSettings(Strict):
     repeats: int = Field(
         default=1, ge=1, description="times that all levels are run, in turn; intervals need 3"
     )
+    repeat_until: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="a level is repeated no more from 3 repeats on, once the relative half-widths of its intervals (throughput, "
+        "percentiles of TTFT and TPOT) are within this and it can't meet the SLO's percentile any more; null: `repeats` times",
+    )
     warmup_requests: int = Field(
         ge=0, description="sent at once before the first cell and kept out of all figures"
     )
@@ -476,10 +499,10 @@ class LoadSettings(Strict):
     def _possible(self) -> LoadSettings:
         if len(set(self.levels)) != len(self.levels):
             raise ValueError(f"levels {list(self.levels)} must be distinct")
-        if self.search and self.search.start > self.search.maximum:
-            raise ValueError(
-                f"search.start {self.search.start} is above search.maximum {self.search.maximum}"
-            )
+        if (searched := self.search) and searched.start > searched.maximum:
+            raise ValueError(f"search.start {searched.start} is above search.maximum {searched.maximum}")
+        if searched and searched.start < searched.minimum:
+            raise ValueError(f"search.start {searched.start} is below search.minimum {searched.minimum}")
         rates = self.open_loop
         if rates and not rates.minimum_rps <= rates.start_rps <= rates.maximum_rps:
             raise ValueError("open_loop needs minimum_rps <= start_rps <= maximum_rps")

@@ -16,10 +16,8 @@ from pipeline.load.driver import make_driver
 from pipeline.load.fill import plan_fill
 from pipeline.load.judge import boundary
 from pipeline.load.measure import LoadOutcome, LoadPlan, run_load
-from pipeline.load.metrics import Limits
 from pipeline.load.records import write_records
-from pipeline.load.search import Axis
-from pipeline.load.slo import SearchPlan, Slo
+from pipeline.load.slo import search_plans, slo_of
 from pipeline.load.workload import make_source
 from pipeline.planning.reconciliation import reconciled
 from pipeline.results import Capacity, EngineFacts, Measurement, save
@@ -137,6 +135,7 @@ def load_plan(settings: Settings, model_dir: Path, capacity: Capacity) -> Callab
         requests_per_stream=load.requests_per_stream,
         min_requests=load.min_requests,
         repeats=load.repeats,
+        repeat_until=load.repeat_until,
         warmup_requests=load.warmup_requests,
         slo=slo_of(settings),
         fill=fill,
@@ -145,24 +144,6 @@ def load_plan(settings: Settings, model_dir: Path, capacity: Capacity) -> Callab
         capacity=capacity,
         seed=load.seed,
     )
-
-
-def slo_of(settings: Settings) -> Slo:
-    """The SLO as the load judges by it."""
-    slo = settings.slo
-    return Slo(Limits(slo.ttft_ms, slo.tpot_ms), slo.percentile, slo.confidence)
-
-
-def search_plans(settings: Settings) -> tuple[tuple[SearchPlan, float], ...]:
-    """The profile's searches, each with the time from which on it starts no probe: closed loop first."""
-    load, found = settings.load, []
-    if given := load.search:
-        axis = Axis(given.start, 1, given.maximum, whole=True, resolution=given.resolution)
-        found.append((SearchPlan("closed", axis, given.max_requests), given.until_s))
-    if rates := load.open_loop:
-        axis = Axis(rates.start_rps, rates.minimum_rps, rates.maximum_rps, False, rates.resolution)
-        found.append((SearchPlan("open", axis, rates.max_requests), rates.until_s))
-    return tuple(found)
 
 
 def _keep_unfinished(logs: Path, name: str, outcome: LoadOutcome, error: QuantgateError) -> None:

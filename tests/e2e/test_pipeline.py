@@ -22,10 +22,9 @@ from pipeline.environments.build import environment_folder
 from pipeline.load.fill import fill_result, plan_fill
 from pipeline.load.metrics import summarise
 from pipeline.load.records import RequestRecord, read_records
-from pipeline.load.slo import probe_result
+from pipeline.load.slo import probe_result, search_plans, slo_of
 from pipeline.results import Measurement, PlanRow, Verdict, load
 from pipeline.settings import load_settings
-from pipeline.stages.measure import search_plans, slo_of
 from tests.support.patience import ENGINE_START_S, wait_until, wait_until_empty
 from tests.support.processes import alive
 from tests.support.tree import copy_tree

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from pipeline.load.metrics import Limits, summarise
 from pipeline.load.records import RequestRecord
+from pipeline.results import LoadLevel
 
 
 def record(
@@ -73,3 +75,19 @@ def closed_loop(
         )
         for index in range(count)
     ]
+
+
+def level_cell(
+    level: int, measured: int, over: int, cpu: float = 0.1, *, repeat: int = 1, gap_s: float = 0.01
+) -> tuple[list[RequestRecord], LoadLevel]:
+    """A level's cell: one warm-up request per stream and `measured` ones, of which the last `over` have gaps of 100 ms."""
+    name = f"level-{level}-repeat-{repeat}"
+    records = [
+        dataclasses.replace(
+            record(index, float(index), 0.1, 0.1 if index >= level + measured - over else gap_s, level=level),
+            cell=name,
+            warmup=index < level,
+        )
+        for index in range(level + measured)
+    ]
+    return records, summarise(records, [], Limits(1000, 50), repeat=repeat, client_cpu_share=cpu)

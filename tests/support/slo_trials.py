@@ -7,10 +7,10 @@ from typing import Any
 from pipeline.load.bounds import Bound
 from pipeline.load.driver import Cell, Request
 from pipeline.load.judge import Judge
-from pipeline.load.metrics import Limits
+from pipeline.load.metrics import Limits, summarise
 from pipeline.load.records import RequestRecord
-from pipeline.load.search import Axis, search
-from pipeline.load.slo import SearchPlan, Slo, arrivals, make_judge, probe_result
+from pipeline.load.search import NOTHING, Axis, Expected, search
+from pipeline.load.slo import SearchPlan, Slo, arrivals, expected_of, make_judge, probe_result
 from tests.support.simulated_load import TARGET, SimulatedSession
 
 KNEE = 21
@@ -56,9 +56,11 @@ def run_search(
     knee: int | None = KNEE,
     slowing: float = 0.0,
     with_probes: bool = False,
+    slots: int = 64,
+    expected: Expected = NOTHING,
 ) -> Any:
     """(found, requests sent), with the probes where asked for."""
-    session = SimulatedSession(64, seed, knee=knee, slowing=slowing)
+    session = SimulatedSession(slots, seed, knee=knee, slowing=slowing)
     probes = []
 
     def probe(load: float) -> Bound:
@@ -67,7 +69,7 @@ def run_search(
         probes.append(probe_result(records, load, slo, plan))
         return probes[-1].decision
 
-    found = search(plan.axis, probe)
+    found = search(plan.axis, probe, expected=expected)
     return (found, session.sent, probes) if with_probes else (found, session.sent)
 
 
@@ -77,3 +79,24 @@ def grid_requests(seed: int, plan: SearchPlan = CLOSED_PLAN, slo: Slo = SLO) -> 
     for load in plan.axis.points():
         run_cell(session, closed_cell(round(load), plan.requests(load, slo)), make_judge(slo, plan, load))
     return session.sent
+
+
+class _ToItsEnd:
+    def request(self, record: RequestRecord) -> None:
+        pass
+
+    def tick(self) -> bool:
+        return False
+
+
+def seen_at_levels(seed: int, levels: dict[int, int], plan: SearchPlan, slo: Slo, knee: int) -> Expected:
+    """What a search may expect after levels: concurrency -> measured requests."""
+    session = SimulatedSession(128, seed, knee=knee)
+    records: list[RequestRecord] = []
+    figures = []
+    for level, measured in levels.items():
+        cell = Cell(f"level-{level}", (Request((1,), TOKENS),) * (level + measured), level, warmup=level)
+        found = session.run(TARGET, cell, _ToItsEnd()).records
+        records += found
+        figures.append(summarise(found, [], slo.limits, client_cpu_share=0.1))
+    return expected_of(figures, records, slo, plan)

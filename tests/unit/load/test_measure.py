@@ -163,6 +163,21 @@ def test_repeats_are_taken_in_turn_with_other_prompts(plan: LoadPlan) -> None:
     assert len(prompts) == len(set(prompts))
 
 
+def test_a_settled_level_is_repeated_no_more(plan: LoadPlan) -> None:
+    """Three repeats of equal figures; without the setting, and where one level goes on changing, all of them."""
+
+    def slower(cell: Cell, observer: Observer) -> list[RequestRecord]:
+        slow = cell.name.startswith("level-3") and cell.name.endswith("2")
+        return answers(cell, observer, 0.01 if slow else 0.001)
+
+    def cells(repeat_until: float | None) -> list[tuple[int, int]]:
+        outcome = run(replace(plan, repeats=5, repeat_until=repeat_until), FakeSession(slower))
+        return [(level.concurrency, level.repeat) for level in outcome.levels]
+
+    assert cells(None) == [(level, repeat) for repeat in range(1, 6) for level in (2, 3)]
+    assert cells(0.2) == [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (3, 4), (3, 5)]
+
+
 def test_fill_test_ends_with_the_first_request_and_keeps_apart(plan: LoadPlan, model: Path) -> None:
     fill = plan_fill(capacity(), 4, 64, 2048)
     lengths = FixedWorkload(kind="fixed", input_tokens=fill.prompt_tokens, output_tokens=fill.output_tokens)
@@ -189,7 +204,7 @@ def test_search_probes_stop_once_decided(plan: LoadPlan) -> None:
     (found,) = outcome.searches
     assert (found.low, found.high, found.mode) == (5, 5, "closed")
     assert found.note == "the SLO holds up to 5 streams"
-    assert [probe.load for probe in found.probes] == [1, 2, 4, 8, 6, 5]
+    assert [probe.load for probe in found.probes] == [4, 8, 6, 5]  # 2 streams were seen to meet the limits
     assert all(probe.requests < 60 + probe.load for probe in found.probes)
     assert outcome.probes == found.probes
     assert found.requests == sum(item.cell.startswith("closed-") for item in outcome.records)
@@ -199,7 +214,7 @@ def test_probes_that_were_finished_are_kept_when_the_engine_dies(plan: LoadPlan)
     server = FakeServer()
 
     def behaviour(cell: Cell, observer: Observer) -> list[RequestRecord]:
-        if cell.name == "closed-4":
+        if cell.name == "closed-8":
             server.dead = "the server of demo died: out of memory; its log is serve.log"
             observer.request(replace(record(0, time.monotonic(), 1, 1, cell=cell.name), error="reset"))
             observer.tick()  # a failed request makes it look
@@ -211,9 +226,9 @@ def test_probes_that_were_finished_are_kept_when_the_engine_dies(plan: LoadPlan)
     with pytest.raises(EngineFailedError, match="out of memory"):
         run_load(replace(plan, searches=((SEARCH, 60.0),)), session, server, FakeSampler(session), outcome)
     assert [level.cell for level in outcome.levels] == ["level-2", "level-3"]
-    assert [(probe.load, probe.decision) for probe in outcome.probes] == [(1, "pass"), (2, "pass")]
+    assert [(probe.load, probe.decision) for probe in outcome.probes] == [(6, "pass")]
     assert outcome.searches == []
-    assert [item.error for item in outcome.records if item.cell == "closed-4"] == ["reset"]
+    assert [item.error for item in outcome.records if item.cell == "closed-8"] == ["reset"]
 
 
 def test_some_failures_are_figures_not_an_end(plan: LoadPlan) -> None:
@@ -234,7 +249,7 @@ def test_a_probe_of_a_server_that_answers_garbage_ends_the_run_too(plan: LoadPla
     def behaviour(cell: Cell, observer: Observer) -> list[RequestRecord]:
         return answers(cell, observer, failing=99 if cell.name.startswith("closed") else 0)
 
-    with pytest.raises(EngineFailedError, match="requests at closed-1 failed: Bad Gateway"):
+    with pytest.raises(EngineFailedError, match="requests at closed-6 failed: Bad Gateway"):
         run(replace(plan, searches=((SEARCH, 60.0),)), FakeSession(behaviour))
 
 

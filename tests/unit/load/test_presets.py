@@ -11,8 +11,9 @@ from pipeline.errors import EngineFailedError, UserInputError
 from pipeline.load.judge import boundary
 from pipeline.load.measure import LoadOutcome
 from pipeline.load.records import read_records
+from pipeline.load.slo import search_plans, slo_of
 from pipeline.settings import load_settings
-from pipeline.stages.measure import _keep_unfinished, load_plan, search_plans, slo_of
+from pipeline.stages.measure import _keep_unfinished, load_plan
 from tests.support.load_records import record
 from tests.support.load_results import fill_test, probe
 from tests.unit.load.test_fill import capacity

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from pipeline.load.bounds import Bound
 from pipeline.load.metrics import Limits
-from pipeline.load.search import Axis, search
-from pipeline.load.slo import SearchPlan, Slo, arrivals, make_judge, probe_result, search_result
+from pipeline.load.search import Axis, Expected, search
+from pipeline.load.slo import (
+    SearchPlan,
+    Slo,
+    arrivals,
+    expected_of,
+    make_judge,
+    probe_result,
+    search_result,
+)
+from tests.support.load_records import level_cell
 from tests.support.simulated_load import SimulatedSession
 from tests.support.slo_trials import (
     CLOSED_PLAN,
@@ -20,6 +30,7 @@ from tests.support.slo_trials import (
     open_cell,
     run_cell,
     run_search,
+    seen_at_levels,
 )
 
 WHOLE = Axis(start=1, minimum=1, maximum=64, whole=True, resolution=0)
@@ -51,6 +62,76 @@ def test_limit_beyond_the_axis_and_none_at_all() -> None:
     _, probe = oracle(0)
     found = search(WHOLE, probe)  # type: ignore[arg-type]
     assert (found.low, found.high) == (None, 0)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 8, 9, 21, 39, 40, 41, 63, 64])
+@pytest.mark.parametrize(
+    "expected",
+    [
+        Expected(8, 40),
+        Expected(40, None),
+        Expected(None, 8),
+        Expected(64, None),
+        Expected(None, 1),
+        Expected(9, 10),
+    ],
+)
+def test_expectations_right_or_wrong_change_no_answer(limit: int, expected: Expected) -> None:
+    tried, probe = oracle(limit)
+    found = search(Axis(16, 1, 64, True, 0), probe, expected=expected)  # type: ignore[arg-type]
+    assert (found.low, found.high) == (limit or None, None if limit == 64 else limit)
+    assert len(tried) == len(set(tried)) <= 14
+
+
+def test_a_right_expectation_saves_probes_and_its_ends_are_probed_too() -> None:
+    """Between a level that seemed to hold and one that seemed to break: the answer is still one that probes gave."""
+    tried, probe = oracle(8)
+    assert search(WHOLE, probe, expected=Expected(8, 40)).low == 8  # type: ignore[arg-type]
+    assert tried == [24, 16, 12, 10, 9, 8]
+    tried, probe = oracle(30)
+    search(Axis(20, 1, 64, True, 0), probe, expected=Expected(2))  # type: ignore[arg-type]
+    assert tried[:2] == [20, 40]  # a level far below tells less than the start does
+    tried, probe = oracle(100)
+    assert search(WHOLE, probe, expected=Expected(40)).high is None  # type: ignore[arg-type]
+    assert tried == [64]
+
+
+@pytest.mark.parametrize("knee", [25, 50, 70, 100])
+def test_levels_save_requests_at_equal_conclusions(knee: int) -> None:
+    """chat-60's levels, p99 and axis on the simulated server: a third less at least, and the same answer on average."""
+    slo = Slo(Limits(1e6, 40.0), 0.99, 0.99)
+    plan = SearchPlan("closed", Axis(16, 1, 128, True, 0.05), max_requests=1500)
+    levels = {1: 32, 16: 192, 32: 384, 60: 720}
+    without, steered = [], []
+    for seed in range(12):
+        without.append(run_search(seed, plan=plan, slo=slo, knee=knee, slots=128))
+        known = seen_at_levels(seed, levels, plan, slo, knee)
+        steered.append(run_search(seed, plan=plan, slo=slo, knee=knee, slots=128, expected=known))
+    assert sum(requests for _, requests in steered) <= 0.7 * sum(requests for _, requests in without)
+    for found, _ in steered:
+        assert found.low <= knee <= found.high + max(1, 0.05 * knee)
+
+
+def test_what_levels_let_a_search_expect() -> None:
+    slo = Slo(Limits(1000, 50), 0.9, 0.95)
+    plan = SearchPlan("closed", Axis(1, 2, 32, True, 0), max_requests=60)
+
+    def expected(*cells: tuple[int, int, int], cpu: float = 0.1, mode: str = "closed") -> Expected:
+        """(concurrency, measured requests, of them over a limit)."""
+        records, levels = [], []
+        for level, measured, over in cells:
+            found, figures = level_cell(level, measured, over, cpu)
+            records += found
+            levels.append(figures)
+        return expected_of(levels, records, slo, plan if mode == "closed" else replace(plan, mode="open"))
+
+    assert expected((4, 20, 2), (8, 20, 3)) == Expected(4, 8)  # 10 % may be over
+    assert expected((4, 20, 3), (8, 20, 0)) == Expected(8)  # latency grows with load: 4 was an accident
+    assert expected((1, 20, 0), (40, 20, 0)) == Expected(32)  # within the axis
+    assert expected((1, 20, 20), (40, 20, 20)) == Expected()
+    assert expected((4, 20, 20), (8, 20, 20)) == Expected(None, 4)
+    assert expected((4, 20, 0), cpu=0.95) == Expected()  # the client, not the server, was measured
+    assert expected((4, 20, 0), mode="open") == Expected()
 
 
 def test_undecided_stays_an_interval_and_is_never_rounded_up() -> None:
@@ -169,3 +250,12 @@ def test_an_slo_that_nothing_meets_says_so_with_the_best_seen() -> None:
     assert result.low is None
     assert "no load meets the SLO: the best seen, at 1, is TTFT" in result.note
     assert "the limits are 1 and 1 ms" in result.note
+
+
+def test_a_search_that_does_not_go_down_to_one_stream_says_so() -> None:
+    plan = SearchPlan("closed", Axis(16, 16, 64, True, 0.2), max_requests=60)
+    slo = Slo(Limits(1, 1), 0.9, 0.95)
+    found, _, probes = run_search(0, plan=plan, slo=slo, with_probes=True)
+    result = search_result(plan, slo, found, probes, 1.0)
+    assert (result.low, result.high) == (None, 15)
+    assert result.note.startswith("no load from 16 streams on meets the SLO: the best seen, at 16, is TTFT")

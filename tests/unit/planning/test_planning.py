@@ -319,7 +319,11 @@ def test_plan_needs_neither_torch_nor_an_engine() -> None:
     """The heavy packages are blocked, not just absent."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'vllm', 'mlflow', 'lm_eval', 'transformers', 'matplotlib'): sys.modules[name] = None\n"
+        "heavy = {'torch', 'vllm', 'mlflow', 'lm_eval', 'transformers', 'matplotlib'}\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in heavy: raise ModuleNotFoundError(f'{name} is blocked', name=name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
         "sys.argv = ['quantgate', 'plan', 'model=qwen2.5-7b-instruct', 'device=rtx4090', '--json']\n"
         "from pipeline.cli import main\n"
         "sys.exit(main())\n"

@@ -54,6 +54,7 @@ def test_demo_has_its_five_variants() -> None:
         ("variant_names=[zz]", ["conf/variant/zz.yaml", "no such variant", "awq-fp8kv"]),
         ("load.workload.input_tokens=900", ["912", "max_model_len 512"]),
         ("load.search.start=100", ["conf/load/demo.yaml", "search.start 100 is above search.maximum 64"]),
+        ("+load.search.minimum=20", ["conf/load/demo.yaml", "search.start 8 is below search.minimum 20"]),
         ("device.memory_utilization=1.2", ["conf/device/cpu-demo.yaml", "memory_utilization", "1.2"]),
         ("reference=foo", ["reference 'foo'", "bf16"]),
         ("evalset.divergence.top_k=50", ["conf/evalset/team-demo.yaml", "divergence.top_k", "50"]),
