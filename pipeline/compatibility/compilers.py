@@ -48,7 +48,7 @@ FLASHINFER = (
 )
 MODULE = (
     "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_{kv}_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128_posenc_0_"
-    "use_swa_False_use_logits_cap_False_f16qk_False"
+    "use_swa_False_use_logits_cap_False_f16qk_False_kv_stride_equal"
 )
 COMPILERS = (
     CompilerRow("FLASH_ATTN", (*SIXTEEN_BIT, *FP8), "triton", (), TRITON),

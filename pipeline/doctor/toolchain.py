@@ -42,8 +42,10 @@ INCLUDE_FOLDER = (
 def check_toolchain(
     settings: Settings, gpus: list[Gpu], variables: Mapping[str, str] | None = None
 ) -> Iterator[Check]:
-    """Compilers, headers and build tools that the profile's variants need; nothing on a CPU. `variables`: the shell's."""
+    """Compilers, headers and build tools that the profile's variants need. `variables`: the shell's."""
+    inherited = os.environ if variables is None else variables
     if settings.device.kind == "cpu":
+        yield _cpu_compiler(inherited)
         return
     taken = {
         variant.name: (taken_backend(settings, variant, gpus), variant)
@@ -53,7 +55,7 @@ def check_toolchain(
     named = settings.server.environment
     needs = compiler_needs(pairs, named)
     folder = environment_folder(SERVE_CUDA)
-    engine = compile_environment(os.environ if variables is None else variables, folder / "bin" / "python")
+    engine = compile_environment(inherited, folder / "bin" / "python")
     yield _c_compiler(engine, folder)
     if needs == "flashinfer":
         yield _cxx_compiler(engine)
@@ -118,7 +120,7 @@ def _c_compiler(engine: Mapping[str, str], folder: Path) -> Check:
 
 def _cxx_compiler(engine: Mapping[str, str]) -> Check:
     """The host compiler of nvcc (CC, else g++) and FlashInfer's linker (CXX, else c++), in a version that nvcc takes."""
-    host, linker = engine.get("CC") or "g++", engine.get("CXX") or "c++"
+    host, linker = engine.get("CC") or "g++", (engine.get("CXX") or "c++").split()[0]
     for name in (host, linker):
         if shutil.which(name, path=engine["PATH"]) is None:
             return _missing("C++ compiler", NO_CXX)
@@ -133,6 +135,19 @@ def _cxx_compiler(engine: Mapping[str, str]) -> Check:
             f"install an older one (apt: g++-{NEWEST_GCC}) and set CC=gcc-{NEWEST_GCC} CXX=g++-{NEWEST_GCC}",
         )
     return ok("C++ compiler", f"{host} {said}")
+
+
+def _cpu_compiler(variables: Mapping[str, str]) -> Check:
+    """torch.compile's on a CPU: vLLM compiles its ranks of logprobs with it (vLLM 0.32, v1/sample/ops/logprobs.py), and the first
+    request that is scored ends the engine without one (torch 2.13: InvalidCxxCompiler)."""
+    name = (variables.get("CXX") or "g++").split()[0]
+    if shutil.which(name, path=variables.get("PATH", os.defpath)) is None:
+        return unfit(
+            "C++ compiler",
+            f"no {name} is on the PATH, which the engine compiles with",
+            "install one (apt: build-essential)",
+        )
+    return ok("C++ compiler", name)
 
 
 def _flashinfer_tools(engine: Mapping[str, str], folder: Path) -> Check:
