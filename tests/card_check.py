@@ -90,8 +90,7 @@ def environment(folder: Path, variables: dict[str, str]) -> None:
 
 def kernels(folder: Path, _: dict[str, str]) -> None:
     """The wheel's own kernels for an RTX 4090."""
-    dump = next(unpacked("cuobjdump-13.5.37", [CUOBJDUMP]).rglob("cuobjdump"))
-    dump.chmod(0o755)
+    dump = _cuobjdump()
     (package,) = (folder / "lib").glob("python3.*/site-packages/vllm")
     for name, (architecture, kernel, fewest) in KERNELS.items():
         listed = _run([dump, "-symbols", "-arch", architecture, package / name])
@@ -104,10 +103,11 @@ def modules(folder: Path, variables: dict[str, str]) -> None:
     """FlashInfer's, compiled as at a first start."""
     limit = load_settings(["profile=rtx4090"]).server.startup_timeout_s
     wanted = [SAMPLER_MODULE, *(module for row in COMPILERS for module in row.modules)]
+    request = {"modules": wanted, "driver": str(cuda_home(folder) / STUB)}
     answer = _run(
-        [folder / "bin/python", "-m", "tests.support.flashinfer_build"], variables, json.dumps(wanted)
+        [folder / "bin/python", "-m", "tests.support.flashinfer_build"], variables, json.dumps(request)
     )
-    dump = next(unpacked("cuobjdump-13.5.37", [CUOBJDUMP]).rglob("cuobjdump"))
+    dump = _cuobjdump()
     print(
         f"{'module':64} {'wall s':>7} {'CPU s':>6} {'slowest file s':>15} {'second start s':>15} {'GiB a compiler':>15}"
     )
@@ -123,6 +123,12 @@ def modules(folder: Path, variables: dict[str, str]) -> None:
         print(
             f"    on {CORES} cores {least:.0f} s or a little more, of the {limit:.0f} s that a start may take; once"
         )
+
+
+def _cuobjdump() -> Path:
+    dump = next(unpacked(CUOBJDUMP.replace("===", "-"), [CUOBJDUMP]).rglob("cuobjdump"))
+    dump.chmod(0o755)
+    return dump
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.compatibility.compilers import PER_TOKEN_HEAD
 from pipeline.errors import UserInputError
 from pipeline.files import cache_folder
 from pipeline.serving.compiling import compile_environment
@@ -21,7 +22,6 @@ from pipeline.serving.flags import arguments, check_arguments, option_of
 from pipeline.serving.flags.table import canonical, check_value
 from pipeline.serving.variables import OURS, REMOVED, check_inherited, check_named
 
-PER_TOKEN_HEAD = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
 RESERVED = {
     "--quantization": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
     "--config": "options in a file of their own are seen by nobody",
