@@ -10,7 +10,7 @@ unexport PYTHONPATH PYTHONHOME
 ifneq ($(origin PROFILE),command line)
 override PROFILE :=
 endif
-.PHONY: help profile environments doctor repro test lint unit contract e2e gpu-test ui bench lock clean
+.PHONY: help profile environments doctor repro test lint unit contract e2e gpu-test card-check ui bench lock clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,6 +49,9 @@ e2e: environments ## real engine, real quantizer
 
 gpu-test: environments ## what only a card can show; writes runs/gpu-test/ for `quantgate calibrate`
 	@$(BIN)/pytest tests/gpu
+
+card-check: environments ## the path of a card where there is none: its environment, its kernels, FlashInfer compiled (10 min, 12 GB)
+	@$(BIN)/python -m tests.card_check
 
 ui: environments ## MLflow on 127.0.0.1:5000
 	@$(BIN)/quantgate ui

@@ -18,6 +18,7 @@ from pipeline.doctor.model import check_source, local_config
 from pipeline.doctor.quantizing import check_leaks, check_overlap, check_room, check_tokens
 from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers, check_time
 from pipeline.doctor.software import check_environments, locked
+from pipeline.doctor.toolchain import check_toolchain
 from pipeline.environments import on_device
 from pipeline.results import Environment
 from pipeline.serving.engine import check_engine
@@ -38,6 +39,7 @@ def examine(settings: Settings, machine: Environment, nvml: Any = None) -> list[
     found += guarded("disk", lambda: check_disk(settings))
     found += guarded("ports", check_ports)
     found += guarded("environments", lambda: check_environments(settings))
+    found += guarded("compilers", lambda: check_toolchain(settings, gpus))
     found += guarded("engine flags", lambda: ok("engine flags", check_engine(settings)))
     found += guarded("model", lambda: check_source(settings))
     found += guarded("quantizers", lambda: check_quantizers(settings))

@@ -118,7 +118,7 @@ def _refusals(
         form = QUANTIZERS[recipe.backend].scheme_format
         found += weight_refusals(geometry, engine, form, recipe.group_size)
     pinned = variant.attention_backend
-    for head in _head_sizes(geometry):
+    for head in head_sizes(geometry):
         found += attention_refusals(variant.kv_cache_dtype, engine, head, pinned)
     return found
 
@@ -130,7 +130,7 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
         row = weight_kernel(engine, QUANTIZERS[recipe.backend].scheme_format)
         parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
     pinned = variant.attention_backend
-    for head in _head_sizes(geometry):
+    for head in head_sizes(geometry):
         backends = attention_backends(variant.kv_cache_dtype, engine, head)
         taken = next((row for row in backends if pinned in (None, row.backend)), None)
         if taken is not None:
@@ -142,7 +142,8 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _head_sizes(geometry: Geometry) -> list[int]:
+def head_sizes(geometry: Geometry) -> list[int]:
+    """Of the attention layers, each once."""
     return list(
         dict.fromkeys(layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention))
     )

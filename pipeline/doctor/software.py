@@ -11,6 +11,7 @@ from packaging.utils import canonicalize_name
 from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.environments.build import environment_folder, is_complete, lock_file
 from pipeline.environments.needed import environments_of
+from pipeline.environments.owners import clashes, describe
 from pipeline.files import cache_folder
 from pipeline.settings import Settings
 
@@ -57,6 +58,8 @@ def check_environment(name: str, folder: Path) -> Check:
     if missing or other:
         lacks = [f"{package} is missing" for package in missing]
         return unfit(title, f"isn't what its lock says: {_some([*other, *lacks])}", again)
+    if shared := clashes(folder):
+        return unfit(title, f"{describe(shared)}, and chance decided whose are there", again)
     if surplus:
         return warn(title, f"holds what its lock doesn't: {_some(surplus)}", again)
     return ok(title, f"{len(wanted)} packages, as locked")

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from pipeline.environments.owners import clashes, describe
+from pipeline.environments.toolkit import c_compiler, make_cuda_home
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder, write_text
 
@@ -32,6 +34,9 @@ PYTHON = (3, 11)  # requires-python of pyproject.toml; the locks are resolved fo
 CUDA = "-cuda"
 """Ends the name of an environment whose torch is built for a card. Which of the two a stage takes follows its profile's device,
 not the machine: one with a card also runs the demo, and that is a CPU's."""
+
+SERVE_CUDA = f"serve{CUDA}"
+"""The engine's on a card: the only one in which kernels are compiled."""
 
 ELSEWHERE = frozenset(
     {"PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_DRY_RUN", "PYTHONPATH", "PYTHONHOME"}
@@ -56,7 +61,7 @@ def on_device(name: str, kind: str) -> str:
 
 def needed_bytes(name: str) -> int:
     """Disk that a build takes. On a CPU the largest (serve) measured 3.5 GB, plus pip's unpacking. For a card the wheels of
-    serve-cuda are 4.0 GB by the index; unpacked they are taken to be twice that, and pip keeps them."""
+    serve-cuda are 4.0 GB by the index and 8.4 GB unpacked (measured), and pip keeps them."""
     return (14 if name.endswith(CUDA) else 6) * 1024**3
 
 
@@ -156,6 +161,10 @@ def _build(name: str, folder: Path, lock: int) -> None:
             f"{folder.parent}: {free / 1024**3:.1f} GiB free, building {name} needs {needed / 1024**3:.0f} GiB; "
             "free some or point XDG_CACHE_HOME at a larger disk"
         )
+    if name == SERVE_CUDA:
+        c_compiler(
+            os.environ
+        )  # what the engine can't start without is asked for before gigabytes are fetched
     print(f"building environment {name} in {folder} (once per lock)", file=sys.stderr, flush=True)
     log = folder.with_suffix(folder.suffix + ".log")
     with open(log, "w", encoding="utf-8") as output:
@@ -168,13 +177,27 @@ def _build(name: str, folder: Path, lock: int) -> None:
         torch = [line for line in lines if line.startswith("torch==") and line.endswith("+cpu")]
         if torch:
             _install_torch(commands, python, torch[0])
-        rest = write_text(folder / "requirements.txt", "\n".join(x for x in lines if x not in torch) + "\n")
+        rest = write_text(
+            folder / "requirements.txt", "\n".join(_exactly(name, x) for x in lines if x not in torch) + "\n"
+        )
         commands.run([*_pip(python), "--no-deps", "-r", str(rest)])
         commands.run([python, "-c", ENVIRONMENTS[name]], cwd=folder)
+    if found := clashes(folder):
+        raise EnvironmentUnfitError(
+            f"environment {name}: {describe(found)}; which of them wins is chance, so its lock needs other versions"
+        )
+    if name == SERVE_CUDA:
+        make_cuda_home(folder)
     if name == "orchestrator":
         _write_script(folder)
     write_text(folder / MARKER, f"{lock_file(name).name}\n")
     print(f"built {name} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _exactly(name: str, requirement: str) -> str:
+    """A line of a lock as pip shall take it. `==2.13.0` also lets a local 2.13.0+cpu in, and where a folder of wheels offers
+    one pip prefers it: torch without CUDA in an environment for a card. `===` is that version and no other (PEP 440)."""
+    return requirement.replace("==", "===", 1) if name.endswith(CUDA) else requirement
 
 
 def build_variables(inherited: Mapping[str, str]) -> dict[str, str]:

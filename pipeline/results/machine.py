@@ -108,6 +108,15 @@ class Provenance(Record):
         "to a whole step instead of half of one; null where it wasn't tried or nothing is rounded by it",
     )
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
+    sampler: str | None = Field(
+        default=None,
+        description="what top-k and top-p sampling would run on, as logged: flashinfer or vllm; greedy requests use neither. null "
+        "where the engine doesn't say, as on a CPU",
+    )
+    compiled_with: str | None = Field(
+        default=None,
+        description="what made the kernels that aren't in the engine's wheel; null on a CPU, and where the backend isn't known",
+    )
     cpu_flags: list[str]
     gpu: str | None
     gpu_memory: list[GpuMemory] | None = Field(default=None, description="null on a CPU")

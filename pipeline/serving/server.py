@@ -65,7 +65,8 @@ def serve(
         server = Server(spec, build_command(spec, python, chosen), chosen, Path(log_path), gpus)
         try:
             before = memory_before(gpus, nvml)
-            server._start(build_environment(spec) | engine_environment(gpus), leases)
+            environment = build_environment(spec, python=python, startup_timeout_s=startup_timeout_s)
+            server._start(environment | engine_environment(gpus), leases)
             server._wait_until_ready(startup_timeout_s)
             server.gpu_memory = memory_after(before, gpus, server.pid, nvml)
             yield server

@@ -30,6 +30,11 @@ LINEAR = re.compile(r"Using (\w*Kernel) for ")
 AWQ_FALLBACK = re.compile(r"is not supported by (?:Auto)?AWQMarlin\. Falling back to unoptimized AWQ kernels")
 AWQ_FORCED = re.compile(r"you specified quantization=awq explicitly, so forcing awq")
 SLOW_AWQ = "AWQLinearMethod"
+# v1/sample/ops/topk_topp_sampler.py: flashinfer_sampler_supported; said on a card only.
+SAMPLERS = {
+    "flashinfer": re.compile(r"Using FlashInfer for top-p & top-k sampling"),
+    "vllm": re.compile(r"FlashInfer top-p/top-k sampling (?:disabled|unavailable)"),
+}
 # v1/worker/gpu_model_runner.py, v1/worker/gpu_worker.py and v1/worker/cpu_worker.py; all in GiB.
 MEMORY = {
     "model_loading_gib": re.compile(rf"Model loading took {NUMBER} GiB"),
@@ -71,6 +76,8 @@ class LogSignals:
     memory_gib: dict[str, float] = field(default_factory=dict)
     kv_skipped_layers: int = 0
     """Layers that keep 16 bits beside a quantized cache."""
+    sampler: str | None = None
+    """What top-k and top-p sampling runs on: 'flashinfer' or 'vllm'."""
 
     @property
     def kv_rounding(self) -> str | None:
@@ -103,6 +110,7 @@ def parse_log(text: str) -> LogSignals:
         kv_scales_by_layer={name: (k, v) for name, (k, v) in probe.get("kv_scales", {}).items()},
         kv_scales_apart=tuple(probe.get("kv_scales_apart", ())),
         memory_gib=_memory(text),
+        sampler=next((name for name, pattern in SAMPLERS.items() if pattern.search(text)), None),
     )
 
 

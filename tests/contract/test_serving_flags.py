@@ -31,7 +31,9 @@ from tests.support.checkpoint_configs import write_config
 from tests.support.environments import environment_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RTX_4090 = {"name": "NVIDIA GeForce RTX 4090", "capability": [8, 9], "memory_bytes": 24_210 * 2**20}
+RTX_4090 = {
+    "name": "NVIDIA GeForce RTX 4090", "capability": [8, 9], "memory_bytes": 24_210 * 2**20, "multiprocessors": 128,
+}  # fmt: skip
 ADA = Engine(locked_engine()[1], "cuda", 89)
 HEAD_DIM = 128  # of the models that are served on a card: Qwen2.5-7B has 3584 / 28
 MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"

@@ -2,12 +2,15 @@
 
 What decides is the installed vLLM's: its CUDA platform class, its attention selector and backends' own conditions, its choice of
 linear kernel, its model classes. What is stood in for: the answers of the driver (compute capability, name, memory), the
-compiled kernels (never called here), and the package `flashinfer`, which every CUDA installation of vLLM has and a CPU one lacks.
+compiled kernels (never called here), and the package `flashinfer`, which every CUDA installation of vLLM has and a CPU one lacks:
+where the real one is on the path (`flashinfer_package`) it is taken, and compiles, or can't, as on a card.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -24,6 +27,8 @@ QUERIES = {
     "cutlass_group_gemm_supported": False,
 }
 
+CUDA_OF_TORCH = "13.0"  # of the torch that the lock for a card names: it asks for cuda-toolkit 13.0
+
 
 @dataclass(frozen=True)
 class Card:
@@ -32,6 +37,7 @@ class Card:
     name: str
     capability: tuple[int, int]
     memory_bytes: int
+    multiprocessors: int
 
 
 class _StandIn(types.ModuleType):
@@ -48,10 +54,15 @@ class _StandIn(types.ModuleType):
 class _Finder:
     """Finds what a CPU installation lacks."""
 
+    def __init__(self) -> None:
+        self.stands_for_flashinfer = importlib.machinery.PathFinder.find_spec("flashinfer") is None
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in COMPILED or name.split(".", maxsplit=1)[0] == "flashinfer":
+        if name in COMPILED or (
+            self.stands_for_flashinfer and name.split(".", maxsplit=1)[0] == "flashinfer"
+        ):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
@@ -89,6 +100,8 @@ def _uncallable(name: str) -> Any:
 def emulate(card: Card) -> None:
     """Make `card` vLLM's current platform. Before anything else of vLLM is imported."""
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    # FlashInfer asks the driver itself, unless it is told.
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = ".".join(map(str, card.capability))
     import torch
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -112,6 +125,10 @@ def emulate(card: Card) -> None:
             return 1
 
         @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return card.multiprocessors
+
+        @classmethod
         def import_kernels(cls) -> None:
             """None to import."""
 
@@ -119,3 +136,16 @@ def emulate(card: Card) -> None:
     import vllm._custom_ops
 
     torch.ops.__dict__["_C"] = _Kernels(torch.ops._C)
+    torch.accelerator.current_device_index = lambda: 0
+    torch.empty, torch.Tensor.pin_memory = _unpinned(torch.empty), lambda tensor: tensor
+    torch.version.cuda = CUDA_OF_TORCH
+
+
+def _unpinned(empty: Any) -> Any:
+    """`torch.empty` without the one thing that only a driver can give: memory that it pinned."""
+
+    @functools.wraps(empty)
+    def wrapped(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return empty(*args, **kwargs)
+
+    return wrapped

@@ -40,7 +40,7 @@ def _answer(argv: list[str], build: bool) -> dict[str, Any]:
 
     from pipeline.serving.flags.record import make_parser
 
-    _forget()
+    forget()
     with _log() as lines:
         parsed = make_parser().parse_args(argv)
         answer: dict[str, Any] = {"parsed": {name: getattr(parsed, name) for name in PARSED}}
@@ -71,7 +71,7 @@ def _log() -> Iterator[list[str]]:
         logging.setLogRecordFactory(make)
 
 
-def _forget() -> None:
+def forget() -> None:
     """Empty vLLM's caches, so that each command line is decided, and logged, as in a process of its own."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "vllm":
@@ -98,12 +98,22 @@ def _configured(config: Any) -> dict[str, Any]:
 
 
 def _layers(config: Any) -> dict[str, Any]:
+    """What every layer of the model runs on."""
+    from pipeline.serving.engine_probe import describe
+
+    model = initialized(config)
+    for module in model.modules():
+        if hasattr(module, "attn_backend"):
+            module.to_empty(device="cpu", recurse=False)  # the scales, of which nothing is said below
+    told = describe(model)
+    return {name: told[name] for name in ("attention_backend", "kv_cache_dtype", "linear")}
+
+
+def initialized(config: Any) -> Any:
     """The model that the engine would load, on the device without memory: every layer has chosen its kernel by then."""
     import torch
     from vllm.config import CompilationMode, set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
-
-    from pipeline.serving.engine_probe import describe
 
     # Compiling comes after loading, and its passes look kernels up.
     config.compilation_config.mode = CompilationMode.NONE
@@ -113,14 +123,9 @@ def _layers(config: Any) -> dict[str, Any]:
         with set_current_vllm_config(config):
             _alone()
             with torch.device("meta"):
-                model = initialize_model(config)
+                return initialize_model(config)
     finally:
         torch.set_default_dtype(before)
-    for module in model.modules():
-        if hasattr(module, "attn_backend"):
-            module.to_empty(device="cpu", recurse=False)  # the scales, of which nothing is said below
-    told = describe(model)
-    return {name: told[name] for name in ("attention_backend", "kv_cache_dtype", "linear")}
 
 
 def _alone() -> None:

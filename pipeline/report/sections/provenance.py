@@ -43,6 +43,10 @@ def engine_table(bundle: ResultBundle) -> Table:
         "KV scales": _scales,
         "KV rounding": _rounding,
         "Emulated parts": lambda origin: Cell(", ".join(origin.emulated) or "none"),
+        "Sampler": _sampler,
+        "Compiled at the start by": lambda origin: (
+            words(origin.compiled_with) if origin.gpu else Cell(origin.compiled_with or "")
+        ),
         "GPU": lambda origin: Cell(origin.gpu or "none"),
         "CPU extensions seen": lambda origin: words(" ".join(origin.cpu_flags)),
         "Log": lambda origin: words(origin.log_file, kind="code"),
@@ -78,6 +82,19 @@ ROUNDINGS = {
 def _rounding(origin: Provenance) -> Cell:
     """Only a CPU's stock kernel is tried out; elsewhere there is nothing to say."""
     return Cell("" if origin.kv_rounding is None else ROUNDINGS.get(origin.kv_rounding, origin.kv_rounding))
+
+
+SAMPLERS = {
+    "vllm": "vLLM's own for top-k and top-p; nothing measured here samples",
+    "flashinfer": "FlashInfer's for top-k and top-p; nothing measured here samples",
+}
+
+
+def _sampler(origin: Provenance) -> Cell:
+    """A card's only: a CPU has one, and its log doesn't speak of it."""
+    if origin.gpu is None:
+        return Cell("")
+    return words(SAMPLERS.get(origin.sampler, origin.sampler) if origin.sampler else None)
 
 
 def _scales(origin: Provenance) -> Cell:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from pipeline.environments import build
@@ -202,6 +203,50 @@ def test_nothing_is_fetched_for_a_card_that_isnt_there(
     assert not any(
         "torch==2.13.0" in command for command in made
     )  # pip takes it with the rest, as PyPI has it
+    # Not the +cpu build that a folder of wheels may offer, and that `==` lets in.
+    wanted = (build.environment_folder("serve-cuda") / "requirements.txt").read_text().splitlines()
+    assert wanted == ["torch===2.13.0", "six===1.0"]
+    assert not SpecifierSet("===2.13.0").contains("2.13.0+cpu") and SpecifierSet("==2.13.0").contains(
+        "2.13.0+cpu"
+    )
+
+
+def test_a_card_that_nothing_could_be_compiled_for_costs_no_download(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[str]] = []
+    (scratch / "locks/serve-cuda.txt").write_text("six==1.0\n")
+    monkeypatch.setattr(subprocess, "run", fake_run(made))
+    monkeypatch.setattr(build, "has_card", lambda: True)
+    monkeypatch.setenv("PATH", str(scratch))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(EnvironmentUnfitError, match="no C compiler is on the engine's PATH"):
+        build.ensure("serve-cuda")
+    assert made == []
+
+
+def test_two_packages_that_bring_one_file_are_no_environment(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fake_run([])
+
+    def installing(command: list[str], **keywords: Any) -> subprocess.CompletedProcess[str]:
+        if "-r" in command:
+            for name in ("a-1", "b-1"):
+                record = (
+                    build.environment_folder("serve")
+                    / f"lib/python3.11/site-packages/{name}.dist-info/RECORD"
+                )
+                record.parent.mkdir(parents=True)
+                record.write_text(f"shared.py,sha256={name},1\n")
+        return run(command, **keywords)
+
+    monkeypatch.setattr(subprocess, "run", installing)
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"a-1 and b-1 both bring 1 files, for example shared\.py"
+    ):
+        build.ensure("serve")
+    assert not build.is_complete(build.environment_folder("serve"))
 
 
 def test_a_profile_needs_the_environments_of_its_own_quantizers() -> None:

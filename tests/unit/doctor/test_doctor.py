@@ -260,6 +260,17 @@ def test_an_environment_is_compared_with_its_lock(
         assert found.exit_code == 3
 
 
+def test_two_packages_that_bring_one_file_are_a_failure(environment: Callable[..., Path]) -> None:
+    folder = environment(WHOLE)
+    (site,) = (folder / "lib").glob("python3.*/site-packages")
+    for name in ("cuda_python-12.6.2", "cuda_bindings-13.5.0"):
+        (site / f"{name}.dist-info").mkdir()
+        (site / f"{name}.dist-info" / "RECORD").write_text(f"cuda/x.py,sha256={name},1\n")
+    found = check_environment("serve", folder)
+    assert (found.status, found.exit_code) == ("fail", 3)
+    assert "cuda_bindings-13.5.0 and cuda_python-12.6.2 both bring 1 files" in found.found
+
+
 def test_an_environment_that_is_not_built_is_no_failure(tmp_path: Path) -> None:
     found = check_environment("serve", tmp_path)
     assert (found.status, "make environments" in found.fix) == ("warn", True)

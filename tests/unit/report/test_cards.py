@@ -11,6 +11,8 @@ from pipeline.report import render
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.cards import CHANGE_LIMIT_BYTES, cards_table
 from pipeline.report.reading import warnings
+from pipeline.report.sections.provenance import engine_table
+from pipeline.report.wording import NOT_MEASURED
 from pipeline.results import GpuLoad, GpuMemory, GpuProcess
 from pipeline.tracking.content import variant_content
 from tests.support.sample_results import sample_results
@@ -114,3 +116,16 @@ def test_what_is_not_known_is_said_so_and_left_out_of_mlflow() -> None:
     assert {point.key for point in run.metrics if point.key.startswith("gpu/")} == {
         "gpu/held_by_others_bytes"
     }
+
+
+def test_a_cards_sampler_and_compilers_are_said_and_a_cpus_are_empty() -> None:
+    compilers = "triton 3.7.1, flashinfer-python 0.7.0.post1, nvidia-cuda-nvcc 13.0.88"
+    bundle = on_a_card(gpu=NAME, sampler="vllm", compiled_with=compilers)
+    rows = {row[0].text: row[1:] for row in engine_table(bundle).rows}
+    place = bundle.variants.index("awq")
+    assert rows["Compiled at the start by"][place].text == compilers
+    assert rows["Sampler"][place].text.startswith("vLLM's own for top-k and top-p")
+    for label in ("Sampler", "Compiled at the start by"):
+        assert {cell.text for index, cell in enumerate(rows[label]) if index != place} == {""}
+    silent = {row[0].text: row[1:] for row in engine_table(on_a_card(gpu=NAME)).rows}
+    assert silent["Sampler"][place].text == silent["Compiled at the start by"][place].text == NOT_MEASURED

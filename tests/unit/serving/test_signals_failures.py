@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.environments.toolkit import NO_C_COMPILER, NO_CXX, NO_NINJA, NO_NVCC, NO_PYTHON_H
 from pipeline.serving.failures import failure_cause
 
 RECORDED = Path(__file__).resolve().parents[2] / "contract" / "recorded"
@@ -97,6 +98,27 @@ def test_every_recorded_failure_is_tested() -> None:
         (
             "AttributeError: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'",
             "the engine lacks the kernel cpu_gemm_wna16 on this machine",
+        ),
+        # flashinfer 0.7.0, jit/cpp_ext.py: get_cuda_path, run_ninja (seen with the real one in tests/contract/test_flashinfer.py)
+        ("RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist", NO_NVCC),
+        ("RuntimeError: Ninja build failed. Ninja output:\n/bin/sh: 1: /e/cuda/bin/nvcc: not found", NO_NVCC),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", NO_NINJA),
+        # nvcc 13.0 without g++, and its crt/host_config.h
+        ("nvcc fatal   : Failed to preprocess host compiler properties.", NO_CXX),
+        ("/bin/sh: 1: c++: not found", NO_CXX),
+        (
+            "host_config.h:137:2: error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+            "the C++ compiler is newer than the environment's nvcc knows: set CC and CXX to version 15 (apt: g++-15)",
+        ),
+        # triton 3.7.1, runtime/build.py and backends/nvidia/driver.py
+        (
+            "RuntimeError: Failed to find C compiler. Please specify via CC environment variable",
+            NO_C_COMPILER,
+        ),
+        ("/tmp/x/cuda_utils.c:7:10: fatal error: Python.h: No such file or directory", NO_PYTHON_H),
+        (
+            "AssertionError: libcuda.so cannot found!\nPlease make sure GPU is set up",
+            "the driver's libcuda.so.1 isn't where the linker looks: run ldconfig, or put its folder into LD_LIBRARY_PATH",
         ),
         ("OSError: [Errno 98] Address already in use", "its port is already in use"),
         ("ModuleNotFoundError: No module named 'vllm'", "the serve environment lacks the module vllm"),

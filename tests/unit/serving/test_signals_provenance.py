@@ -62,6 +62,8 @@ def test_everything_the_log_says_arrives() -> None:
         "kv_scales": "1.0",
         "kv_rounding": "toward-zero",
         "emulated": [],
+        "sampler": None,
+        "compiled_with": None,
         "cpu_flags": ["avx2"],
         "gpu": None,
         "gpu_memory": None,
@@ -81,3 +83,33 @@ def test_a_card_is_named() -> None:
     found = of("", tuple(read_gpus(RecordedNvml(rtx_4090()))), packages={"serve": {"vllm": "0.32.0"}})
     assert found["gpu"] == "NVIDIA GeForce RTX 4090"
     assert found["engine"] == "vllm"
+
+
+ON_A_CARD = {
+    "serve": {
+        "vllm": "0.32.0",
+        "triton": "3.7.1",
+        "flashinfer-python": "0.7.0.post1",
+        "nvidia-cuda-nvcc": "13.0.88",
+    }
+}
+
+
+def test_what_was_compiled_and_by_whom() -> None:
+    """Where no card ran, or the backend isn't in the table, nobody knows."""
+    card = tuple(read_gpus(RecordedNvml(rtx_4090())))
+    logs = {
+        name: (RECORDED / f"log-0.32-rtx4090-{name}.txt").read_text()
+        for name in ("awq", "awq-fp8kv", "awq-pinned")
+    }
+    found = {name: of(log, card, packages=ON_A_CARD)["compiled_with"] for name, log in logs.items()}
+    flashinfer = "triton 3.7.1, flashinfer-python 0.7.0.post1, nvidia-cuda-nvcc 13.0.88"
+    assert found == {"awq": "triton 3.7.1", "awq-fp8kv": flashinfer, "awq-pinned": flashinfer}
+    assert of(logs["awq"])["compiled_with"] is None
+    assert of("", card)["compiled_with"] is None
+
+
+def test_the_sampler_is_the_logs() -> None:
+    off = "INFO FlashInfer top-p/top-k sampling disabled via VLLM_USE_FLASHINFER_SAMPLER=0."
+    on = "INFO Using FlashInfer for top-p & top-k sampling."
+    assert [of(line)["sampler"] for line in (off, on, "")] == ["vllm", "flashinfer", None]
