@@ -56,11 +56,6 @@ def check_cards(settings: Settings, library: Any, serve_lock: dict[str, str]) ->
         yield unfit("GPU", f"{error}, so there is no card; {wanted}", fix)
 
 
-def capability_of(gpus: list[Gpu]) -> int | None:
-    """The lowest compute capability of some cards, 89 for 8.9; None without cards."""
-    return min((int(gpu.compute_capability.replace(".", "")) for gpu in gpus), default=None)
-
-
 def _count(settings: Settings) -> int:
     return settings.server.tensor_parallel * settings.server.pipeline_parallel
 

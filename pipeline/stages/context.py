@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.compatibility import weight_format
 from pipeline.environments import interpreter, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
+from pipeline.gpu import lowest_capability
 from pipeline.lifetime import end_with_dvc
 from pipeline.results import Environment, PlanRow, load
 from pipeline.runs import point_at
@@ -123,7 +125,11 @@ def check_served(
         log_path,
         variant.skipped_layers,
     )
-    check_weight_kernel(spec, settings.quantizes(variant), log, log_path)
+    if settings.quantizes(variant):
+        capability = lowest_capability(environment().gpus) if spec.target == "cuda" else None
+        check_weight_kernel(
+            spec, weight_format(settings.quantizers[variant.weights]), capability, log, log_path
+        )
 
 
 def bundle(settings: Settings) -> ResultBundle:

@@ -17,9 +17,8 @@ import requests
 from pipeline.capacity import GIB, Geometry, kv_layout
 from pipeline.capacity.layers import Attention
 from pipeline.compatibility import Engine, attention_backends
-from pipeline.doctor.cards import capability_of
 from pipeline.environments import on_device
-from pipeline.gpu import GpuSampler, summarise
+from pipeline.gpu import GpuSampler, lowest_capability, summarise
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
 from pipeline.planning.scenario import rules_of
 from pipeline.results import Gpu, GpuLoad, MemoryRun, PlanRow, save
@@ -108,7 +107,7 @@ def test_cuda_graphs_are_captured(start: Start) -> None:
 def test_kernels_are_those_that_the_tables_name(start: Start, gpu: Gpu) -> None:
     """The engine takes the attention backend, the linear kernel and the KV dtype that doctor promised."""
     found, row = start.run.provenance, start.row
-    engine = Engine(start.settings.server.engine_version, "cuda", capability_of([gpu]))
+    engine = Engine(start.settings.server.engine_version, "cuda", lowest_capability([gpu]))
     head = _head(start.settings)
     promised = [backend.backend for backend in attention_backends(row.kv_cache_dtype, engine, head)]
     pinned = start.settings.variants[row.variant].attention_backend

@@ -159,7 +159,12 @@ def test_other_weight_schemes() -> None:
     shape = geometry(QWEN25_7B)
     whole, awq = weight_bytes(shape), weight_bytes(shape, AWQ)
     assert weight_bytes(shape, WeightScheme("gptq", 4, 128)) == awq + 28 * 4 * (6 * 3584 + 18944)
-    assert awq < weight_bytes(shape, WeightScheme("fp8")) < weight_bytes(shape, WeightScheme("w8a8")) < whole
+    assert (
+        awq
+        < weight_bytes(shape, WeightScheme("fp8"))
+        < weight_bytes(shape, WeightScheme("float-quantized"))
+        < whole
+    )
 
 
 def test_ranks_share_the_weights_and_copy_the_norms() -> None:
