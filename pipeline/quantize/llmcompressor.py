@@ -62,19 +62,20 @@ def run(raw_request: dict[str, Any]) -> dict[str, Any]:
                 propagate_error=_BEHIND_ROUNDED[recipe.method],
             )
         if recipe.calibrate_kv_scales:
-            # "basic": whole forward passes. Nothing is searched layer by layer, so no layer's inputs need to be kept.
-            oneshot(
-                model=model,
-                recipe=kv_modifiers(),
-                dataset=_batches(job.kv_pieces, job, "calibrate KV scales"),
-                pipeline="basic",
-            )
+            with _fused_attention():
+                # "basic": whole forward passes. Nothing is searched layer by layer, so no layer's inputs need to be kept.
+                oneshot(
+                    model=model,
+                    recipe=kv_modifiers(),
+                    dataset=_batches(job.kv_pieces, job, "calibrate KV scales"),
+                    pipeline="basic",
+                )
     _save(model, request)
     return job.evidence(_PACKAGES)
 
 
 def _batches(pieces: Sequence[list[int]], job: Job, phase: str | None = None) -> Any:
-    """Batches of about `BATCH_TOKENS`; with a `phase` each is progress. The head computes one position: nobody reads its logits."""
+    """Batches of about `BATCH_TOKENS`; with a `phase` each is progress."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -86,7 +87,7 @@ def _batches(pieces: Sequence[list[int]], job: Job, phase: str | None = None) ->
         if phase is not None:
             job.progress(phase, taken, len(pieces))
             taken += len(batch)
-        return {"input_ids": torch.tensor(batch), "logits_to_keep": torch.tensor([-1])}
+        return {"input_ids": torch.tensor(batch)}
 
     return DataLoader(pieces, batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
 
@@ -104,6 +105,23 @@ def _unpinned_on_cpu() -> Iterator[None]:
         yield
     finally:
         IntermediatesCache.pin_memory = original
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Leave the model its own attention, where llm-compressor forces the plain one on every pass.
+
+    It does so for the layer-wise passes, which trace the model (0.14.0.1, utils/helpers.py: use_eager_attention). A plain pass needs
+    none of it, and plain attention keeps a number per head and pair of tokens: 15 GB at 8,192 tokens of a 7B model.
+    """
+    from llmcompressor.utils import helpers
+
+    original = helpers.use_eager_attention
+    helpers.use_eager_attention = lambda _model: contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        helpers.use_eager_attention = original
 
 
 def _save(model: Any, request: QuantizeRequest) -> None:

@@ -107,7 +107,7 @@ def room_for(
         # A batch at a time; what goes into and comes out of a layer's parts is kept of all (AWQModifier.offload_device: None).
         batch = max(min(tokens, max(BATCH_TOKENS, sequence_tokens)), longest)
         activations = element_bytes * (batch * width + 8 * tokens * sizes.hidden)
-        searching = model + layer + activations + hessians_bytes(sizes, recipe)
+        searching = model + (gptq_bytes(sizes) if recipe.method == "gptq" else layer) + activations
     return Room(
         memory_bytes=model + element_bytes * tokens * width + CUDA_PROCESS_BYTES,
         disk_bytes=disk,
@@ -115,13 +115,12 @@ def room_for(
     )
 
 
-def hessians_bytes(sizes: Geometry, recipe: QuantizeRecipe) -> int:
-    """GPTQ's, of one layer: inputs x inputs in fp32 for each of its seven modules, and three more of the widest while that is
-    inverted and reordered (llmcompressor 0.14.0.1, modifiers/gptq/helpers.py: max_batch_size)."""
-    if recipe.method != "gptq":
-        return 0
+def gptq_bytes(sizes: Geometry) -> int:
+    """What GPTQ works on of one layer, in fp32: the Hessian (inputs x inputs) of each of its seven modules, the widest three times
+    while its columns are put in order, and that module's weights three times (llmcompressor 0.14.0.1, modifiers/gptq/helpers.py:
+    prepare_batch, max_batch_size)."""
     wide, inner = sizes.hidden, intermediate(sizes)
-    return 4 * (6 * wide**2 + inner**2 + 3 * max(wide, inner) ** 2)
+    return 4 * (6 * wide**2 + 3 * max(wide, inner) ** 2 + 3 * wide * inner)
 
 
 def _other_elements(sizes: Geometry) -> int:

@@ -51,7 +51,7 @@ class ToldServer:
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    return load_settings(["profile=rtx4090"], ROOT)
+    return load_settings(["profile=rtx4090-full"], ROOT)
 
 
 @pytest.fixture(scope="module")
