@@ -24,19 +24,21 @@ from pipeline.planning.scenario import rules_of
 from pipeline.results import Gpu, GpuLoad, MemoryRun, PlanRow, save
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.signals import parse_log
-from pipeline.settings import Settings, load_settings
-from tests.support.dummy_start import dummy_server, memory_run, write_checkpoints
+from pipeline.settings import Settings
+from tests.support.dummy_start import (
+    PROFILE,
+    VARIANTS,
+    card_settings,
+    dummy_server,
+    memory_run,
+    write_checkpoints,
+)
 from tests.support.environments import environment_python
 
 pytestmark = pytest.mark.gpu
 
-PROFILE = "rtx4090-full"
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "runs" / "gpu-test" / PROFILE
-VARIANTS = (
-    "bf16", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-triton", "awq-kv-per-token-head", "gptq", "fp8",
-)  # fmt: skip
-"""Of the profile's, those whose checkpoint has no KV scales; the control would be the reference again."""
 ROUNDING_GIB = 0.005
 """Half of the last decimal that the log prints."""
 
@@ -56,12 +58,10 @@ class Start:
 @pytest.fixture(scope="session")
 def settings(gpu: Gpu) -> Settings:
     """The profile on the card that is there: with its own memory where it isn't the profile's."""
-    plain = load_settings([f"profile={PROFILE}"], ROOT)
+    plain = card_settings(ROOT)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) <= CARD_TOLERANCE_BYTES:
         return plain
-    return load_settings(
-        [f"profile={PROFILE}", f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}"], ROOT
-    )
+    return card_settings(ROOT, f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}")
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +148,7 @@ def test_the_pool_is_the_arithmetic_of_the_reported_terms(start: Start) -> None:
 
 def test_every_memory_term_lies_in_the_planned_band(start: Start, gpu: Gpu) -> None:
     """On the profile's own card weights, activations, memory outside PyTorch and CUDA graphs lie in the planner's bands."""
-    plain = load_settings([f"profile={PROFILE}"], ROOT)
+    plain = card_settings(ROOT)
     assert all(term.reported_bytes is not None for term in start.run.reconciliation)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) > CARD_TOLERANCE_BYTES:
         return  # overheads are one card's; the record still says what this one's are

@@ -20,13 +20,30 @@ from pipeline.serving.command import ServeSpec
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
-from pipeline.settings import Settings
+from pipeline.settings import Settings, load_settings
 from pipeline.stages.context import serve_spec
 from pipeline.stages.environment import describe_machine
 from tests.support.checkpoint_configs import quantization_config
 from tests.support.tiny_models import write_tokenizer
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+
+
+PROFILE = "rtx4090"
+VARIANTS = (
+    "bf16", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-triton", "awq-kv-per-token-head", "gptq", "fp8",
+)  # fmt: skip
+"""Those whose checkpoint has no KV scales; the control would be the reference again."""
+
+
+def card_settings(root: Path, *overrides: str) -> Settings:
+    """The card's profile with `VARIANTS`, some of which only its full form has: the records are of one card all the same."""
+    full = load_settings(["profile=rtx4090-full"], root)
+    names = ",".join([*VARIANTS, "bf16-again"])
+    schemes = {full.variants[name].weights for name in VARIANTS} - {"bf16"}
+    makers = ",".join(f"{scheme}: {full.quantizers[scheme].name}" for scheme in sorted(schemes))
+    asked = [f"profile={PROFILE}", f"variant_names=[{names}]", f"quantizer_names={{{makers}}}"]
+    return load_settings([*asked, *overrides], root)
 
 
 def write_checkpoints(settings: Settings, folder: Path) -> None:
