@@ -41,8 +41,8 @@ def card_settings(root: Path, *overrides: str) -> Settings:
     full = load_settings(["profile=rtx4090-full"], root)
     names = ",".join([*VARIANTS, "bf16-again"])
     schemes = {full.variants[name].weights for name in VARIANTS} - {"bf16"}
-    makers = ",".join(f"{scheme}: {full.quantizers[scheme].name}" for scheme in sorted(schemes))
-    asked = [f"profile={PROFILE}", f"variant_names=[{names}]", f"quantizer_names={{{makers}}}"]
+    makers = [f"++quantizer_names.{scheme}={full.quantizers[scheme].name}" for scheme in sorted(schemes)]
+    asked = [f"profile={PROFILE}", f"variant_names=[{names}]", *makers]
     return load_settings([*asked, *overrides], root)
 
 
