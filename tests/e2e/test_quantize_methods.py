@@ -14,6 +14,7 @@ from pipeline.models.child import run_module
 from pipeline.quantize.base import QuantizeRequest, quantize
 from pipeline.quantize.calibration import encode
 from pipeline.results import ModuleCount, Quantization
+from pipeline.serving.kv_scales import checkpoint_scales
 from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from pipeline.texts import read_texts
@@ -84,6 +85,19 @@ def test_fp8_needs_no_text_but_for_its_kv_scales(tmp_path: Path) -> None:
     assert scaled.kv_calibration is not None and scaled.kv_calibration.effective_tokens == 512
     assert scaled.kv_scales is not None and scaled.kv_scales.layers == 2
     assert scaled.weight_bytes == scaled.predicted_weight_bytes == plain.weight_bytes + 2 * 2 * 2
+
+
+def test_every_batch_of_text_counts_for_the_kv_scales(tmp_path: Path) -> None:
+    """Twice the sequences, the first half the same: no scale may fall, and the second half's largest values must show. By
+    llm-compressor's own choice of observer a second batch moves a scale by 1 % of the difference."""
+    found = []
+    for samples in (4, 8):  # of 500 tokens: one batch of 2,000, and two
+        text = {"calibrate_kv_scales": True, "samples": samples, "sequence_tokens": 500}
+        request, _ = made(tmp_path / str(samples), LLAMA, FP8 | text)
+        scales = checkpoint_scales(request.out_dir)
+        found.append([scale for layer in sorted(scales) for scale in scales[layer]])
+    growth = [more / fewer for fewer, more in zip(*found)]
+    assert min(growth) >= 1.0 and max(growth) > 1.02
 
 
 def test_kv_scales_are_of_their_own_text_and_leave_the_weights_as_their_twins(tmp_path: Path) -> None:
