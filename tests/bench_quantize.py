@@ -35,14 +35,24 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"samples": 32, "sequence_tokens": 128, "clip_search": True, "group_size": 32},
     {"samples": 16, "sequence_tokens": 128, "backend": "llmcompressor"},
     {"samples": 16, "sequence_tokens": 128, "clip_search": True, "backend": "llmcompressor"},
+    {"samples": 16, "sequence_tokens": 128, "backend": "llmcompressor", "method": "gptq"},
+    {"samples": 64, "sequence_tokens": 256, "backend": "llmcompressor", "method": "gptq"},
+    {
+        "samples": 16,
+        "sequence_tokens": 128,
+        "backend": "llmcompressor",
+        "method": "gptq",
+        "zero_point": False,
+    },
+    {"backend": "llmcompressor", "method": "fp8", "bits": 8, "group_size": None, "zero_point": False},
 )
-"""On top of 4 bits, groups of 64, no clipping, AutoAWQ. The pairs of one setting in both backends are matched."""
+"""On top of AWQ with 4 bits, groups of 64, no clipping, by AutoAWQ. The pairs of one setting in both backends are matched."""
 
 
 def main() -> None:
     settings = load_settings(["profile=demo"])
     print(
-        f"{'backend':14} {'group':>5} {'tokens':>13} {'clip':>5} {'quantize s':>10} {'ratio':>7} {'rounded':>8} "
+        f"{'backend':14} {'method':6} {'group':>5} {'tokens':>13} {'clip':>5} {'quantize s':>10} {'ratio':>7} {'rounded':>8} "
         f"{'share':>6} {'layers %':>12} {'MiB':>6} {'peak GiB':>8}"
     )
     with tempfile.TemporaryDirectory(prefix="quantgate-bench-") as folder:
@@ -79,9 +89,10 @@ def _row(settings: Settings, model: Path, out: Path, recipe: QuantizeRecipe) -> 
     python = interpreter(backend(recipe.backend).environment)
     record = quantize(request, python, log_path=out.parent / "quantize.log")
     found, used, layers = record.perplexity, record.calibration, record.effective_error.per_layer
+    text = "none" if used is None else f"{used.effective_samples} x {used.sequence_tokens}"
     share = "" if found.share_of_rounding_loss is None else f"{found.share_of_rounding_loss:.0%}"
     print(
-        f"{record.backend:14} {record.group_size:>5} {used.effective_samples:>5} x {used.sequence_tokens:>5} "
+        f"{record.backend:14} {recipe.method:6} {record.group_size or '':>5} {text:>13} "
         f"{'yes' if recipe.clip_search else 'no':>5} {record.quantize_wall_s:>10.0f} {found.ratio:>7.4f} "
         f"{found.round_to_nearest or 0:>8.4f} {share:>6} {100 * min(layers):>5.1f} to {100 * max(layers):.1f} "
         f"{record.weight_bytes / 2**20:>6.1f} {record.peak_memory_bytes / 2**30:>8.2f}",

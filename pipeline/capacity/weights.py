@@ -14,7 +14,7 @@ from pipeline.capacity.layers import Linear
 from pipeline.capacity.pool import pipeline_ranks
 from pipeline.errors import UserInputError
 
-Method = Literal["none", "awq", "gptq", "pack-quantized", "fp8", "w8a8"]
+Method = Literal["none", "awq", "gptq", "pack-quantized", "fp8", "float-quantized"]
 VOCABULARY_PADDING = 64
 """Rows that embeddings and lm_head are padded to a multiple of on each rank (vLLM layers/vocab_parallel_embedding.py)."""
 
@@ -25,9 +25,12 @@ class WeightScheme:
 
     `awq`, `gptq`: `bits` per weight; per group of `group_size` input features and output feature one FP16 scale and, for
     AWQ always and for GPTQ as its format has it, one `bits`-wide zero point; GPTQ adds one INT32 group index per input feature.
-    `pack-quantized` (compressed-tensors): as `awq` with scales of 16 bits, and two INT64 per module that hold its shape.
-    `fp8`: one byte per weight, one FP32 scale per module. `w8a8`: one byte per weight, one FP32 scale per output feature
-    (compressed-tensors' channel strategy). `kv_scales`: each layer carries a 16-bit scale for its keys and one for its values.
+    `pack-quantized` (compressed-tensors, AWQ's and GPTQ's weights alike): as `awq` with scales of 16 bits, zero points only where
+    there are some, and two INT64 per module that hold its shape.
+    `fp8`: one byte per weight, one FP32 scale per module. `float-quantized` (compressed-tensors, channel strategy): one byte per
+    weight, one FP32 scale per output feature, the dtype that the engine keeps them in (vLLM 0.32
+    layers/quantization/utils/fp8_utils.py, create_fp8_scale_parameter).
+    `kv_scales`: each layer carries a 16-bit scale for its keys and one for its values.
     """
 
     method: Method
@@ -43,7 +46,7 @@ class WeightScheme:
             return 2 * rows * columns
         if self.method == "fp8":
             return rows * columns + 4
-        if self.method == "w8a8":
+        if self.method == "float-quantized":
             return rows * columns + 4 * rows
         if self.bits not in (4, 8) or not self.group_size:
             raise UserInputError(

@@ -5,7 +5,13 @@ hold the tables against the packages that are installed.
 """
 
 from pipeline.compatibility.attention import AttentionRow, attention_backends, attention_refusals
-from pipeline.compatibility.quantizers import QUANTIZERS, Request, quantizer_refusals, weight_scheme
+from pipeline.compatibility.quantizers import (
+    QUANTIZERS,
+    Request,
+    quantizer_refusals,
+    weight_format,
+    weight_scheme,
+)
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.weights import WEIGHT_KERNELS, Engine, weight_kernel, weight_refusals
 
@@ -19,6 +25,7 @@ __all__ = [
     "attention_backends",
     "attention_refusals",
     "quantizer_refusals",
+    "weight_format",
     "weight_kernel",
     "weight_refusals",
     "weight_scheme",

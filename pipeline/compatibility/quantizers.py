@@ -10,7 +10,7 @@ from pipeline.capacity.weights import Method, WeightScheme
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.shards import Shard, shards
 from pipeline.models.architectures import SUPPORTED
-from pipeline.settings.schema import QuantizeRecipe
+from pipeline.settings.schema import QuantizeMethod, QuantizeRecipe
 
 GROUP_SIZES = (32, 64, 128)
 """What the recipes' schema allows."""
@@ -22,9 +22,10 @@ class QuantizerRow:
 
     backend: str
     version: str
-    scheme_format: Method
-    """Format of the checkpoint, as `weights.WEIGHT_KERNELS` names it."""
+    formats: Mapping[QuantizeMethod, Method]
+    """Method -> format of the checkpoint, as `weights.WEIGHT_KERNELS` names it."""
     architectures: frozenset[str]
+    """Those that it has AWQ's rules for: which layer's scales fold into which. The other methods need none."""
     architectures_source: str
     inputs_source: str
     outputs_multiple: int
@@ -51,7 +52,7 @@ QUANTIZERS = {
     "autoawq": QuantizerRow(
         backend="autoawq",
         version="0.2.9",
-        scheme_format="awq",
+        formats={"awq": "awq"},
         architectures=frozenset(AUTOAWQ_MODEL_TYPES),
         architectures_source="autoawq 0.2.9, awq/models/auto.py: AWQ_CAUSAL_LM_MODEL_MAP",
         inputs_source="autoawq 0.2.9, awq/quantize/quantizer.py: pseudo_quantize_tensor",
@@ -63,7 +64,8 @@ QUANTIZERS = {
     "llmcompressor": QuantizerRow(
         backend="llmcompressor",
         version="0.14.0.1",
-        scheme_format="pack-quantized",
+        # compressed-tensors 0.19.0, compressors/format.py: integers are packed, floats with rounded activations are not.
+        formats={"awq": "pack-quantized", "gptq": "pack-quantized", "fp8": "float-quantized"},
         architectures=frozenset(
             {
                 "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
@@ -86,14 +88,25 @@ class Request:
 
     backend: str
     group_size: int | None
-    """None: weights stay at 16 bits, only KV scales are calibrated."""
+    """None: no groups, as weights stay at 16 bits or have a scale per output."""
     tensor_parallel: int = 1
     """Ranks that the result is served on."""
+    method: QuantizeMethod = "awq"
+
+    @classmethod
+    def of(cls, recipe: QuantizeRecipe, tensor_parallel: int) -> Request:
+        """What `recipe` asks for."""
+        return cls(recipe.backend, recipe.group_size, tensor_parallel, recipe.method)
+
+
+def weight_format(recipe: QuantizeRecipe) -> Method:
+    """Format of the weights that `recipe` makes; "none" where they stay at 16 bits."""
+    return QUANTIZERS[recipe.backend].formats[recipe.method] if recipe.quantizes_weights else "none"
 
 
 def weight_scheme(recipe: QuantizeRecipe) -> WeightScheme:
     """How the capacity arithmetic counts the checkpoint that `recipe` makes."""
-    form = QUANTIZERS[recipe.backend].scheme_format if recipe.quantizes_weights else "none"
+    form = weight_format(recipe)
     return WeightScheme(form, recipe.bits, recipe.group_size, recipe.zero_point, recipe.calibrate_kv_scales)
 
 
@@ -108,7 +121,17 @@ def quantizer_refusals(geometry: Geometry, request: Request) -> list[Refusal]:
                 "pipeline/compatibility/quantizers.py",
             )
         ]
-    found = _architecture(geometry, row)
+    if request.method not in row.formats:
+        makers = [other.backend for other in QUANTIZERS.values() if request.method in other.formats]
+        fix = f"use backend {' or '.join(makers)}"
+        return [
+            Refusal(
+                f"{row.backend} makes no {request.method} weights",
+                fix,
+                "pipeline/compatibility/quantizers.py",
+            )
+        ]
+    found = _architecture(geometry, row, request.method)
     if request.group_size is not None:
         whole, parts = shards(geometry, 1), shards(geometry, request.tensor_parallel)
         found += _groups(whole, parts, request.group_size, request.tensor_parallel, row)
@@ -116,9 +139,9 @@ def quantizer_refusals(geometry: Geometry, request: Request) -> list[Refusal]:
     return found
 
 
-def _architecture(geometry: Geometry, row: QuantizerRow) -> list[Refusal]:
+def _architecture(geometry: Geometry, row: QuantizerRow, method: QuantizeMethod) -> list[Refusal]:
     name = geometry.architecture
-    if name not in row.architectures:
+    if method == "awq" and name not in row.architectures:
         others = [
             other.backend
             for other in QUANTIZERS.values()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.capacity.geometry import Geometry
 from pipeline.compatibility.refusal import Refusal
 from pipeline.compatibility.shards import joined, shards
-from pipeline.results import Gpu
 
 READ_FROM = "0.32"
 """The engine version whose sources the rows are; others may differ."""
@@ -31,22 +30,18 @@ class Engine:
         return self.version == READ_FROM or self.version.startswith(f"{READ_FROM}.")
 
 
-def capability_of(gpus: Sequence[Gpu]) -> int | None:
-    """The lowest compute capability of some cards, 89 for 8.9; None without cards."""
-    return min((int(gpu.compute_capability.replace(".", "")) for gpu in gpus), default=None)
-
-
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel for 4-bit weights with zero points. `formats` are those of the checkpoints that reach it."""
+    """One kernel for quantized weights. `formats` are those of the checkpoints that reach it."""
 
     kernel: str
     formats: tuple[str, ...]
     kind: Literal["cpu", "cuda"]
     lowest_capability: int | None
     cpu_flag: str | None
-    """The vector extension without which it doesn't exist."""
+    """The vector extension without which it doesn't exist; None: it needs none."""
     group_sizes: tuple[int, ...]
+    """Empty for 8-bit floats, which have a scale per output."""
     inputs_multiple: int
     outputs_multiple: int
     """Of joined modules (qkv, gate and up) on one rank."""
@@ -54,6 +49,11 @@ class KernelRow:
     source: str
 
 
+FP8_SOURCE = (
+    "vLLM 0.32, layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py (from capability 8.9) and "
+    "model_executor/kernels/linear/__init__.py: _POSSIBLE_FP8_KERNELS, _POSSIBLE_WFP8A16_KERNELS"
+)
+# In the engine's own order: the first that fits is taken.
 WEIGHT_KERNELS = (
     KernelRow(
         # Shapes that don't fit its tiles (64 x 128) are padded when weights are loaded: only groups cut by a rank are refused.
@@ -68,27 +68,46 @@ WEIGHT_KERNELS = (
         "Int4PackLinearKernel", ("awq", "pack-quantized"), "cpu", None, "avx2", (32, 64, 128), 1, 16, True,
         "pipeline/serving/cpu_plugin/int4_linear.py",
     ),
+    # FlashInfer's comes before it, but only for a scale per tensor; shapes that aren't multiples of 16 are padded.
+    KernelRow(
+        "CutlassFP8ScaledMMLinearKernel", ("float-quantized",), "cuda", 89, None, (), 1, 1, False, FP8_SOURCE,
+    ),
+    # Before 8.9 there are no FP8 units: weights are widened on the way, and activations stay at 16 bits.
+    KernelRow(
+        "MarlinFP8ScaledMMLinearKernel", ("float-quantized",), "cuda", 75, None, (), 1, 1, False, FP8_SOURCE,
+    ),
+    KernelRow(
+        # AMX-FP8, which its predecessor in the list needs, is in no processor that is sold (Diamond Rapids).
+        "ChannelWiseTorchFP8ScaledMMLinearKernel", ("float-quantized",), "cpu", None, None, (), 1, 1, False,
+        "vLLM 0.32, model_executor/kernels/linear/scaled_mm/pytorch.py",
+    ),
 )  # fmt: skip
 
 
 def weight_kernel(engine: Engine, scheme_format: str) -> KernelRow | None:
     """The kernel that the engine takes for a checkpoint of this format; None where it has none."""
-    for row in WEIGHT_KERNELS:
-        fits = row.kind == engine.kind and scheme_format in row.formats
-        flagged = row.cpu_flag is None or row.cpu_flag in engine.cpu_flags
-        capable = engine.capability is None or engine.capability >= (row.lowest_capability or 0)
-        if fits and flagged and capable:
-            return row
-    return None
+    return next((row for row in WEIGHT_KERNELS if _fits(row, engine, scheme_format)), None)
 
 
-def weight_refusals(geometry: Geometry, engine: Engine, scheme_format: str, group_size: int) -> list[Refusal]:
-    """Why the engine can't serve a 4-bit checkpoint of a model, each with what to do instead."""
+def _fits(row: KernelRow, engine: Engine, scheme_format: str) -> bool:
+    if row.kind != engine.kind or scheme_format not in row.formats:
+        return False
+    flagged = row.cpu_flag is None or row.cpu_flag in engine.cpu_flags
+    return flagged and (engine.capability is None or engine.capability >= (row.lowest_capability or 0))
+
+
+def weight_refusals(
+    geometry: Geometry, engine: Engine, scheme_format: str, group_size: int | None
+) -> list[Refusal]:
+    """Why the engine can't serve a quantized checkpoint of a model, each with what to do instead.
+
+    `group_size`: None for a format without groups.
+    """
     row = weight_kernel(engine, scheme_format)
     if row is None:
         return [_no_kernel(engine, scheme_format)]
     found = []
-    if group_size not in row.group_sizes:
+    if group_size is not None and group_size not in row.group_sizes:
         sizes = ", ".join(map(str, row.group_sizes))
         found.append(
             Refusal(f"{row.kernel} has no group size {group_size}", f"use group_size {sizes}", row.source)
@@ -118,14 +137,15 @@ def _no_kernel(engine: Engine, scheme_format: str) -> Refusal:
             f"no kernel on {engine.kind} reads the format {scheme_format!r}", f"formats are {', '.join(known)}",
             "pipeline/compatibility/weights.py",
         )  # fmt: skip
+    what = "8-bit float" if scheme_format == "float-quantized" else "4-bit"
     if engine.kind == "cuda":
         lowest = min(row.lowest_capability or 0 for row in rows)
         return Refusal(
-            f"4-bit weights need compute capability {lowest / 10:.1f}, this card has {(engine.capability or 0) / 10:.1f}",
+            f"{what} weights need compute capability {lowest / 10:.1f}, this card has {(engine.capability or 0) / 10:.1f}",
             "use a newer card, or only variants with BF16 weights",
             rows[0].source,
         )
     flags = " or ".join(row.cpu_flag or "" for row in rows)
     return Refusal(
-        f"4-bit weights on a CPU need {flags}, this one has neither", "use another machine", rows[0].source
+        f"{what} weights on a CPU need {flags}, this one has neither", "use another machine", rows[0].source
     )

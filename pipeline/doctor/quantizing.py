@@ -17,6 +17,7 @@ from pipeline.quantize.calibration import (
     MIN_HELDOUT_TOKENS,
     calibration_pieces,
     heldout_pieces,
+    kv_pieces,
     refuse_chats,
     refuse_overlap,
 )
@@ -43,9 +44,7 @@ def check_room(settings: Settings, nvml: Any = None) -> Iterator[Check]:
     kind = settings.device.kind
     card = card_of(kind, nvml)
     for scheme, recipe in settings.quantizers.items():
-        if quantizer_refusals(
-            sizes, Request(recipe.backend, recipe.group_size, settings.server.tensor_parallel)
-        ):
+        if quantizer_refusals(sizes, Request.of(recipe, settings.server.tensor_parallel)):
             continue  # `check_quantizers` says why
         folder = _checkpoint(settings, scheme)
         room = room_for(sizes, recipe, on_cuda=kind == "cuda", element_bytes=element_bytes)
@@ -107,15 +106,17 @@ def check_tokens(settings: Settings) -> Iterator[Check]:
         for scheme in settings.quantizers
     }
     for scheme, request in requests.items():
-        name, recipe = f"calibration tokens {scheme}", request.recipe
-        needed = recipe.min_effective_tokens
-        if tokenizer is None:
-            least = max(needed, recipe.sequence_tokens)
-            yield _guessed(name, request.calibration_file, request.chat_template, least)
-        else:
-            yield _counted(
-                name, lambda asked, known: calibration_pieces(asked, known)[0], request, tokenizer, needed
-            )
+        recipe, needed = request.recipe, request.recipe.min_effective_tokens
+        asked: list[tuple[str, int, Callable[[QuantizeRequest, Any], tuple[list[list[int]], Any]]]] = []
+        if recipe.searches_weights:
+            asked.append((f"calibration tokens {scheme}", recipe.sequence_tokens, calibration_pieces))
+        if recipe.calibrate_kv_scales and not (recipe.searches_weights and recipe.kv_samples is None):
+            asked.append((f"KV calibration tokens {scheme}", recipe.kv_text[1], kv_pieces))
+        for name, length, pieces_of in asked:
+            if tokenizer is None:
+                yield _guessed(name, request.calibration_file, request.chat_template, max(needed, length))
+            else:
+                yield _counted(name, lambda *given: pieces_of(*given)[0], request, tokenizer, needed)  # noqa: B023
     name, request = "held-out tokens", next(iter(requests.values()))
     if tokenizer is None:
         yield _guessed(name, request.heldout_file, request.chat_template, MIN_HELDOUT_TOKENS)

@@ -14,12 +14,14 @@ from pipeline.compatibility import (
     attention_backends,
     attention_refusals,
     quantizer_refusals,
+    weight_format,
     weight_kernel,
     weight_refusals,
 )
 from pipeline.compatibility.invariance import invariance_refusals
-from pipeline.compatibility.weights import READ_FROM, capability_of
+from pipeline.compatibility.weights import READ_FROM
 from pipeline.doctor.check import Check, ok, unfit, warn, wrong
+from pipeline.gpu import lowest_capability
 from pipeline.planning import plan_of
 from pipeline.planning.scenario import geometry_of
 from pipeline.results import Environment, Gpu
@@ -32,7 +34,7 @@ def check_quantizers(settings: Settings) -> Iterator[Check]:
         yield _unknown("quantizers")
         return
     for scheme, recipe in settings.quantizers.items():
-        asked = Request(recipe.backend, recipe.group_size, settings.server.tensor_parallel)
+        asked = Request.of(recipe, settings.server.tensor_parallel)
         refusals = quantizer_refusals(geometry_of(settings), asked)
         row = QUANTIZERS.get(recipe.backend)
         name = f"quantizer {scheme}"
@@ -40,7 +42,14 @@ def check_quantizers(settings: Settings) -> Iterator[Check]:
         if refusals:
             yield wrong(name, f"{where}: {_what(refusals)}", refusals[0].fix)
         else:
-            size = f"groups of {recipe.group_size} fit every layer" if recipe.group_size else "KV scales only"
+            size = "KV scales only"
+            if recipe.quantizes_weights:
+                groups = (
+                    f"groups of {recipe.group_size} fit every layer"
+                    if recipe.group_size
+                    else "a scale per output"
+                )
+                size = f"{recipe.method}, {groups}"
             made = (
                 f"{row.backend} {row.version} in {row.computes_in[settings.device.kind]}"
                 if row
@@ -53,7 +62,7 @@ def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> 
     """For every variant: which kernels will run it on this device, or why none does."""
     device, server = settings.device, settings.server
     engine = Engine(
-        server.engine_version, device.kind, capability_of(gpus), machine.cpu_flags, server.tensor_parallel
+        server.engine_version, device.kind, lowest_capability(gpus), machine.cpu_flags, server.tensor_parallel
     )
     if not engine.is_read:
         yield warn(
@@ -114,9 +123,8 @@ def _refusals(
 ) -> list[Refusal]:
     found = []
     recipe = settings.quantizers.get(variant.weights)
-    if recipe is not None and recipe.group_size is not None:
-        form = QUANTIZERS[recipe.backend].scheme_format
-        found += weight_refusals(geometry, engine, form, recipe.group_size)
+    if recipe is not None and recipe.quantizes_weights:
+        found += weight_refusals(geometry, engine, weight_format(recipe), recipe.group_size)
     pinned = variant.attention_backend
     for head in head_sizes(geometry):
         found += attention_refusals(variant.kv_cache_dtype, engine, head, pinned)
@@ -126,8 +134,8 @@ def _refusals(
 def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, engine: Engine) -> str:
     parts = []
     recipe = settings.quantizers.get(variant.weights)
-    if recipe is not None and recipe.group_size is not None:
-        row = weight_kernel(engine, QUANTIZERS[recipe.backend].scheme_format)
+    if recipe is not None and recipe.quantizes_weights:
+        row = weight_kernel(engine, weight_format(recipe))
         parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
     pinned = variant.attention_backend
     for head in head_sizes(geometry):

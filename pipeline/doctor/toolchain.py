@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pipeline.compatibility import Engine, attention_backends
 from pipeline.compatibility.compilers import NEWEST_GCC, Need, compiled_modules, compiler_needs
-from pipeline.doctor.cards import capability_of
 from pipeline.doctor.check import Check, ok, unfit
 from pipeline.doctor.scenario import CAPABILITIES, head_sizes
 from pipeline.doctor.software import locked
@@ -25,6 +24,7 @@ from pipeline.environments.toolkit import (
     c_compiler,
 )
 from pipeline.errors import EnvironmentUnfitError
+from pipeline.gpu import lowest_capability
 from pipeline.planning.scenario import geometry_of
 from pipeline.results import Gpu
 from pipeline.serving.compiling import compile_environment
@@ -72,7 +72,7 @@ def taken_backend(settings: Settings, variant: VariantSettings, gpus: list[Gpu])
     """The attention backend that a variant gets: pinned, or the engine's own choice; without a card that of the oldest that runs it."""
     if variant.attention_backend is not None:
         return variant.attention_backend
-    known = capability_of(gpus)
+    known = lowest_capability(gpus)
     head = (
         (head_sizes(geometry_of(settings)) or [HEAD_DIM])[0]
         if settings.model.config is not None

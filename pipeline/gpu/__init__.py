@@ -6,7 +6,7 @@ cards" and nothing fails. Tests hand in a library that answers from recorded rea
 
 from pipeline.gpu.load import GpuSampler, summarise
 from pipeline.gpu.nvml import NoDriver, Nvml, open_nvml, read_gpus
-from pipeline.gpu.selection import chosen, engine_environment, visible
+from pipeline.gpu.selection import chosen, engine_environment, lowest_capability, visible
 
 __all__ = [
     "GpuSampler",
@@ -14,6 +14,7 @@ __all__ = [
     "Nvml",
     "chosen",
     "engine_environment",
+    "lowest_capability",
     "open_nvml",
     "read_gpus",
     "summarise",

@@ -7,7 +7,7 @@ engine is told to do the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.results import Gpu
@@ -51,3 +51,8 @@ def engine_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
         return {}
     names = [gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index) for gpu in gpus]
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", VARIABLE: ",".join(names)}
+
+
+def lowest_capability(gpus: Iterable[Gpu]) -> int | None:
+    """The lowest compute capability of some cards, 89 for 8.9; None without cards."""
+    return min((int(gpu.compute_capability.replace(".", "")) for gpu in gpus), default=None)

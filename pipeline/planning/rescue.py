@@ -21,10 +21,11 @@ from pipeline.compatibility import (
     quantizer_refusals,
     weight_refusals,
 )
+from pipeline.gpu import lowest_capability
 from pipeline.planning.scenario import card_of, rules_of, scheme_of
 from pipeline.results import Environment
 from pipeline.settings import Settings, VariantSettings
-from pipeline.verdict.ladder import Way
+from pipeline.verdict.ladder import MAKER, Way
 
 FP8_WEIGHTS_FROM = 89
 """Compute capability with FP8 matrix units (vLLM 0.32 layers/quantization/fp8.py: get_min_capability says 75, by a slower kernel
@@ -47,7 +48,8 @@ def way_of(settings: Settings, variant: VariantSettings) -> Way:
         skipped=variant.skipped_layers,
         backend=quantized.backend if quantized else None,
         group_size=quantized.group_size if quantized else None,
-        samples=quantized.samples if quantized else None,
+        samples=quantized.samples if quantized and quantized.searches_weights else None,
+        method=quantized.method if quantized else None,
     )
 
 
@@ -60,7 +62,7 @@ class ProfileOutlook:
         self._settings, self._geometry, self._counted = settings, geometry, counted
         self._card, self._rules = card_of(settings), rules_of(settings)
         server, device = settings.server, settings.device
-        capability = min((int(gpu.compute_capability.replace(".", "")) for gpu in machine.gpus), default=None)
+        capability = lowest_capability(machine.gpus)
         self._engine = Engine(
             server.engine_version,
             device.kind,
@@ -92,15 +94,15 @@ class ProfileOutlook:
             found += attention_refusals(way.kv, self._engine, head)
         if way.skipped and self._engine.kind != "cuda":
             return "layers are left at 16 bits where block sizes are aligned to them, which a CPU's platform doesn't do"
-        if way.scales == "checkpoint" and way.backend not in (None, "llmcompressor"):
+        if way.scales == "checkpoint" and way.backend not in (None, MAKER):
             return f"{way.backend} calibrates no KV scales"
-        maker = "llmcompressor" if way.scales == "checkpoint" else way.backend
+        maker = MAKER if way.scales == "checkpoint" else way.backend
         if maker is not None:
-            size = way.group_size if way.bits < 16 else None
+            size, method = (way.group_size if way.bits < 16 else None), way.method or "awq"
             ranks = self._settings.server.tensor_parallel
-            found += quantizer_refusals(self._geometry, Request(maker, size, ranks))
-            if size is not None:
-                form = QUANTIZERS[maker].scheme_format
+            found += quantizer_refusals(self._geometry, Request(maker, size, ranks, method))
+            if way.bits < 16 and not found:
+                form = QUANTIZERS[maker].formats[method]
                 found += weight_refusals(self._geometry, self._engine, form, size)
         return str(found[0]) if found else None
 
@@ -123,7 +125,7 @@ class ProfileOutlook:
             scales = {"kv_scales": "null"} if now.scales else {}
             return _run({f"conf/variant/{failed}.yaml": {"kv_cache_dtype": way.kv, **scales}})
         recipe = settings.quantizers.get(settings.variants[failed].weights)
-        if recipe is not None and (way.bits, way.backend) == (now.bits, now.backend):
+        if recipe is not None and (way.bits, way.backend, way.method) == (now.bits, now.backend, now.method):
             file = f"conf/quantizer/{recipe.name}.yaml"
             if way.group_size != now.group_size:
                 return _run({file: {"group_size": str(way.group_size)}})
@@ -165,14 +167,15 @@ class ProfileOutlook:
     def _ready(self, way: Way) -> tuple[str | None, str | None, str | None]:
         """(scheme, quantizer, variant) of conf/ that make `way` but for its skipped layers, None for what isn't there.
 
-        A scheme's name says little of its recipe; in conf/ those that leave the weights at 16 bits begin with bf16.
+        A scheme's name says little of its recipe; in conf/ it begins with the method's, and with bf16 where the weights stay.
         """
         recipe = _recipe(way)
         quantizer = next(
             (
                 path.stem
                 for path, content in _options("quantizer")
-                if {"bits": 4, "calibrate_kv_scales": False, **content}.items() >= recipe.items()
+                if {"method": "awq", "bits": 4, "calibrate_kv_scales": False, **content}.items()
+                >= recipe.items()
             ),
             None,
         )
@@ -182,7 +185,7 @@ class ProfileOutlook:
             same = (content.get("kv_cache_dtype"), content.get("kv_scales")) == (way.kv, way.scales)
             free = (
                 scheme not in taken
-                and scheme.startswith("bf16") is (way.bits == 16)
+                and scheme.startswith("bf16" if way.bits == 16 else way.method or "awq")
                 and quantizer is not None
             )
             makes = scheme == way.weights if way.weights else free
@@ -211,7 +214,8 @@ class ProfileOutlook:
         if way.bits == 16:
             return "bf16"
         for name, recipe in self._settings.quantizers.items():
-            if recipe.bits == way.bits and not recipe.calibrate_kv_scales:
+            same = (recipe.bits, recipe.method) == (way.bits, way.method)
+            if same and not recipe.calibrate_kv_scales:
                 return name
         return None
 
@@ -231,23 +235,29 @@ class ProfileOutlook:
         scales = way.scales == "checkpoint"
         if way.bits == 16:
             scheme = WeightScheme("none", kv_scales=scales)
-        elif way.bits == 8:
-            scheme = WeightScheme("fp8", 8)
         else:
-            maker = "llmcompressor" if scales else way.backend or "autoawq"
-            scheme = WeightScheme(QUANTIZERS[maker].scheme_format, way.bits, way.group_size, True, scales)
+            maker, method = (MAKER if scales else way.backend or "autoawq"), way.method or "awq"
+            form = QUANTIZERS[maker].formats[method]
+            scheme = WeightScheme(form, way.bits, way.group_size, method != "fp8", scales)
         return rank_weight_bytes(self._geometry, scheme, cards)[0]
 
 
 def _recipe(way: Way) -> dict[str, Any]:
     """Keys of the quantizer that makes a way's weights."""
     scales = way.scales == "checkpoint"
-    return {
-        "backend": "llmcompressor" if scales else way.backend,
+    recipe = {
+        "backend": MAKER if scales else way.backend,
         "bits": way.bits,
         "group_size": way.group_size,
         "calibrate_kv_scales": scales,
     }
+    if way.method in (None, "awq"):
+        return recipe
+    return (
+        recipe
+        | {"method": way.method, "clip_search": False}
+        | ({"zero_point": False} if way.method == "fp8" else {})
+    )
 
 
 def _skip(layers: Iterable[int]) -> list[str]:

@@ -21,6 +21,7 @@ from pipeline.planning.record import record_of
 from pipeline.planning.roofline import Lengths, Roofline
 from pipeline.planning.scenario import card_of, geometry_of, row_of, scheme_of
 from pipeline.planning.scoring_lengths import Scored, scored_tasks
+from pipeline.quality.batching import batching_of
 from pipeline.quality.sequential import critical_values, plan_looks
 from pipeline.settings import Settings
 from pipeline.settings.schema import HubSource, QuantizeRecipe, VariantSettings
@@ -42,8 +43,9 @@ IMPORTS_S = 25.0
 CAPTURE_S = 15.0
 COMPILE_S = 25.0
 """CUDA graphs; torch.compile of an 8B model the first time a variant starts, from its cache later (vllm-project/vllm#11005)."""
-KERNELS_S = 240.0
-"""FlashInfer compiling its modules, once on a machine. Taken, not measured: nvcc took 9 s over a small file (2 cores)."""
+KERNELS_S = 150.0
+"""FlashInfer compiling its modules, once on a machine: 149 CPU seconds for FP8 KV, 121 for BF16 (`make card-check`, 2026-12-01), on one
+core."""
 AUTOAWQ_S = 15 * 60.0
 """A 7B model: "10-15 minutes" (AutoAWQ 0.2.9, README)."""
 AUTOAWQ_PARAMETERS = 7e9
@@ -260,11 +262,14 @@ def _attention_width(geometry: Geometry) -> int:
 
 def _task_s(settings: Settings, name: str, task: Scored, engine: Roofline) -> float:
     """One task through the served variant, in batches as deployed or one sequence at a time."""
-    served = getattr(settings.evalset, "batching", "served") != "serial"
-    concurrency = settings.server.max_num_seqs if served else 1
     share = _share_scored(settings, name, task)
     requests = math.ceil(task.requests * share)
-    return requests * REQUEST_S + engine.drained_s(requests, concurrency, task.lengths)
+    return requests * REQUEST_S + engine.drained_s(requests, _at_once(settings), task.lengths)
+
+
+def _at_once(settings: Settings) -> int:
+    """Items that are scored together."""
+    return batching_of(settings.evalset.batching, settings.server.max_num_seqs).max_num_seqs
 
 
 def _share_scored(settings: Settings, name: str, task: Scored) -> float:
@@ -274,12 +279,7 @@ def _share_scored(settings: Settings, name: str, task: Scored) -> float:
     sqrt(FLIPS / n), which the look's bound times over must be within the margin.
     """
     evalset, policy = settings.evalset, settings.policy
-    if (
-        evalset.looks == 1
-        or task.task != evalset.task
-        or name in (settings.reference, settings.control)
-        or task.items < evalset.looks
-    ):
+    if evalset.looks == 1 or name in (settings.reference, settings.control):
         return 1.0
     looks = plan_looks(task.items, evalset.looks, policy.confidence, evalset.spending)
     margin = policy.task_margins.get(task.task, policy.quality_margin)
@@ -296,12 +296,10 @@ def _stream_s(settings: Settings, name: str, task: Scored, engine: Roofline) -> 
         return 0.0
     prompt = task.lengths.prompt
     scored = Lengths.of([prompt + wanted.continuation_tokens], [1])
-    found = wanted.prompts * STREAM_PROMPT_S + engine.drained_s(
-        wanted.prompts, settings.evalset.concurrency, scored
-    )
+    found = wanted.prompts * STREAM_PROMPT_S + engine.drained_s(wanted.prompts, _at_once(settings), scored)
     if name == settings.reference:
         made = Lengths.of([prompt], [wanted.continuation_tokens])
-        found += engine.drained_s(wanted.prompts, settings.evalset.concurrency, made)
+        found += engine.drained_s(wanted.prompts, _at_once(settings), made)
     return found
 
 

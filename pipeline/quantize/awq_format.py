@@ -7,7 +7,7 @@ Per linear layer of shape (out, in): `qweight` int32 (in, out/8), `qzeros` int32
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.settings.schema import QuantizeRecipe
 
 NIBBLE_TO_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
 METHOD = "awq"
-MARKER = "qweight"
+MARKER = VALUES = "qweight"
 PARTS = ("qweight", "qzeros", "scales")
 
 
@@ -36,8 +36,9 @@ class AwqLinear:
         """Input channels per scale, as the shapes say."""
         return int(self.qweight.shape[0]) // int(self.scales.shape[0])
 
-    def check(self, out_features: int, in_features: int, group_size: int) -> None:
+    def check(self, out_features: int, in_features: int, group_size: int | None) -> None:
         """Raise `QuantgateError` when a shape, a dtype or a scale can't belong to such a layer."""
+        assert group_size is not None
         groups, words = in_features // group_size, out_features // VALUES_PER_WORD
         wanted = {
             "qweight": (self.qweight, (in_features, words)),
@@ -82,8 +83,8 @@ def pack_words(values: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def packed(module: str, raw: Callable[[str], torch.Tensor]) -> AwqLinear:
-    """The module's tensors, read with `raw`."""
+def packed(module: str, raw: Callable[[str], torch.Tensor], names: Container[str]) -> AwqLinear:
+    """The module's tensors, read with `raw`; they are always the same three."""
     return AwqLinear(module, *(raw(f"{module}.{part}") for part in PARTS))
 
 

@@ -164,11 +164,8 @@ def _record(
             "backend": backend_name,
             "versions": made["versions"],
             "recipe": request.recipe.model_dump(mode="json"),
-            "calibration": {
-                "file": str(request.calibration_file),
-                "sha256": sha256_file(request.calibration_file),
-                **made["calibration"],
-            },
+            "calibration": _as_asked(made["calibration"], request),
+            "kv_calibration": _as_asked(made["kv_calibration"], request),
             "heldout": {"file": str(request.heldout_file), "sha256": sha256_file(request.heldout_file)},
             "device": made["device"],
             **proven["evidence"],
@@ -184,6 +181,11 @@ def _record(
             },
         }
     )
+
+
+def _as_asked(calibration: Mapping[str, Any] | None, request: QuantizeRequest) -> dict[str, Any] | None:
+    """A record of calibration text with the file named as the request names it, not by the path that the subprocess was given."""
+    return None if calibration is None else {**calibration, "file": str(request.calibration_file)}
 
 
 def check_size(request: QuantizeRequest, folder: Path) -> dict[str, int]:
@@ -215,8 +217,7 @@ def check_request(request: QuantizeRequest, card: Card | None = None) -> None:
     config = read_json(config_path)
     sizes = geometry(config, str(config_path))
     recipe = request.recipe
-    asked = Request(recipe.backend, recipe.group_size, request.tensor_parallel)
-    for refusal in quantizer_refusals(sizes, asked):
+    for refusal in quantizer_refusals(sizes, Request.of(recipe, request.tensor_parallel)):
         raise UserInputError(f"{config_path}: {refusal}")
     room = room_for(sizes, recipe, on_cuda=card is not None, element_bytes=stored_element_bytes(config))
     refuse_without_room(room, request.out_dir, card)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserInputError
+from pipeline.files import sha256_file
 from pipeline.texts import Text, TextIndex, is_telling, load_texts, read_texts, words_of
 
 if TYPE_CHECKING:
@@ -25,29 +26,46 @@ HELDOUT_SEED = 0  # not the recipe's: the ratios of two recipes must be about th
 
 
 def calibration_pieces(request: QuantizeRequest, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token sequences of exactly `recipe.sequence_tokens` for a backend, and the record of what they are made of.
+    """The weights' token sequences of exactly `recipe.sequence_tokens`, and the record of what they are made of.
 
     Raises `UserInputError` when they hold fewer tokens than the recipe's minimum.
     """
+    return _pieces(
+        request, tokenizer, request.recipe.samples, request.recipe.sequence_tokens, "sequence_tokens"
+    )
+
+
+def kv_pieces(request: QuantizeRequest, tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """The same for the scales of keys and values: sequences as long as those of the deployment."""
+    samples, sequence_tokens = request.recipe.kv_text
+    key = "sequence_tokens" if request.recipe.kv_sequence_tokens is None else "kv_sequence_tokens"
+    return _pieces(request, tokenizer, samples, sequence_tokens, key)
+
+
+def _pieces(
+    request: QuantizeRequest, tokenizer: Any, samples: int, sequence_tokens: int, key: str
+) -> tuple[list[list[int]], dict[str, Any]]:
     recipe, path = request.recipe, request.calibration_file
     texts = read_texts(path)
     tokens = encode(texts, tokenizer, path, request.chat_template)
-    pieces = pack_tokens(tokens, recipe.samples, recipe.sequence_tokens, tokenizer.eos_token_id, recipe.seed)
+    pieces = pack_tokens(tokens, samples, sequence_tokens, tokenizer.eos_token_id, recipe.seed)
     available = sum(map(len, tokens))
     effective = sum(map(len, pieces))
     if effective < recipe.min_effective_tokens:
         raise UserInputError(
-            f"{path}: holds {available} tokens, of which {effective} fill sequences of sequence_tokens={recipe.sequence_tokens}; "
+            f"{path}: holds {available} tokens, of which {effective} fill sequences of {key}={sequence_tokens}; "
             f"min_effective_tokens={recipe.min_effective_tokens} are needed, so add text"
         )
     return pieces, {
+        "file": str(path),
+        "sha256": sha256_file(path),
         "texts": len(texts),
         "chats": sum(1 for text in texts if text.messages),
         "chat_template": request.chat_template,
         "available_tokens": available,
         "effective_samples": len(pieces),
         "effective_tokens": effective,
-        "sequence_tokens": recipe.sequence_tokens,
+        "sequence_tokens": sequence_tokens,
     }
 
 
@@ -63,6 +81,19 @@ def heldout_pieces(request: QuantizeRequest, tokenizer: Any) -> list[list[int]]:
             f"at least {MIN_HELDOUT_TOKENS} are needed to compare perplexities"
         )
     return pieces
+
+
+def coverage_pieces(request: QuantizeRequest, tokenizer: Any) -> list[list[int]]:
+    """Held-out text in sequences as long as those that the KV scales were calibrated on, as far as it reaches.
+
+    Keys turn with their position, so scales are held against what occurs where the deployment's tokens are.
+    """
+    path = request.heldout_file
+    tokens = encode(read_texts(path), tokenizer, path, request.chat_template)
+    length = max(WINDOW_TOKENS, request.recipe.kv_text[1])
+    length = min(length, sum(map(len, tokens)) + len(tokens) - 1)  # with a separator between two
+    windows = max(1, MAX_HELDOUT_TOKENS // length)
+    return pack_tokens(tokens, windows, length, tokenizer.eos_token_id, HELDOUT_SEED)
 
 
 def encode(texts: Sequence[Text], tokenizer: Any, path: str | Path, chat_template: bool) -> list[list[int]]:

@@ -1,12 +1,12 @@
 """The tensors of a model folder, quantized or not, whatever layout a backend wrote.
 
 A layout is one module with `METHOD` (quant_method in config.json), `MARKER` (the tensor that a quantized module is known by),
-`packed` and `check_config`. A third layout is a new module and an entry in `FORMATS`.
+`VALUES` (the one that holds its weights), `packed` and `check_config`. A further layout is a new module and an entry in `_LAYOUTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 from pipeline.errors import QuantgateError
 from pipeline.files import read_json
 from pipeline.models.check import read_tensors
-from pipeline.quantize import awq_format, compressed_format
+from pipeline.quantize import awq_format, compressed_format, float_format
 from pipeline.quantize.packed import PackedLinear
 from pipeline.settings.schema import QuantizeRecipe
 
@@ -26,15 +26,22 @@ class Format(Protocol):
 
     METHOD: str
     MARKER: str
+    VALUES: str
 
-    def packed(self, module: str, raw: Callable[[str], torch.Tensor]) -> PackedLinear:
+    def packed(self, module: str, raw: Callable[[str], torch.Tensor], names: Container[str]) -> PackedLinear:
         """The stored tensors of a quantized module."""
 
     def check_config(self, written: dict[str, Any], recipe: QuantizeRecipe) -> None:
         """Raise `QuantgateError` where config.json's quantization_config isn't what the recipe asks for."""
 
 
-FORMATS: dict[str, Format] = {module.METHOD: module for module in (awq_format, compressed_format)}
+_LAYOUTS: dict[str, Callable[[dict[str, Any]], Format]] = {
+    awq_format.METHOD: lambda written: awq_format,
+    # Whether integers or floats, `format` says; a checkpoint with nothing but KV scales ("dense") is read as integers, and has none.
+    compressed_format.METHOD: lambda written: (
+        float_format if written.get("format") == float_format.FORMAT else compressed_format
+    ),
+}
 
 
 def format_of(folder: Path) -> Format | None:
@@ -43,11 +50,11 @@ def format_of(folder: Path) -> Format | None:
     if written is None:
         return None
     method = written.get("quant_method")
-    if method not in FORMATS:
+    if method not in _LAYOUTS:
         raise QuantgateError(
-            f"{folder / 'config.json'}: quantization_config.quant_method={method!r}; known are {', '.join(FORMATS)}"
+            f"{folder / 'config.json'}: quantization_config.quant_method={method!r}; known are {', '.join(_LAYOUTS)}"
         )
-    return FORMATS[method]
+    return _LAYOUTS[method](written)
 
 
 class Checkpoint:
@@ -83,14 +90,14 @@ class Checkpoint:
     def packed_bits(self, module: str) -> int:
         """Bits that a quantized module's weights take, scales and zero points not counted."""
         assert self.format is not None
-        tensor = self.raw(f"{module}.{self.format.MARKER}")
+        tensor = self.raw(f"{module}.{self.format.VALUES}")
         return tensor.numel() * tensor.element_size() * 8
 
     def packed(self, module: str) -> PackedLinear:
         """The packed tensors of a quantized module."""
         if self.format is None:
             raise QuantgateError(f"{module} is not quantized: config.json has no quantization_config")
-        return self.format.packed(module, self.raw)
+        return self.format.packed(module, self.raw, self._tensors)
 
     def __call__(self, name: str) -> torch.Tensor:
         module = name.removesuffix(".weight")

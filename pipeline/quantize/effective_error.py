@@ -9,7 +9,8 @@ weights differ from the original ones by design. What must stay is each composed
   not stored anywhere; per row it is the least-squares factor between the original and the stored producer row.
   (Estimating one number from a row of hundreds of weights takes only their share of the error with it.)
 
-The error of a module is ||W_effective - W||_F / ||W||_F.
+The error of a module is ||W_effective - W||_F / ||W||_F. GPTQ and FP8 fold nothing: W_effective is what is stored, and every norm
+and bias must be the original one (`plain_errors`).
 """
 
 from __future__ import annotations
@@ -79,11 +80,22 @@ def layer_errors(layer: int, sizes: Geometry, original: Fetch, stored: Fetch) ->
     }
 
 
-def check_unfolded_tensors(sizes: Geometry, names: list[str], original: Fetch, stored: Fetch) -> None:
-    """Embeddings, output head, last norm and q/k norms are never scaled: they must be the original ones."""
+def plain_errors(layer: int, original: Fetch, stored: Fetch) -> dict[str, float]:
+    """Relative weight error of every linear module of one decoder layer that nothing was folded into, by full module name."""
+    modules = [f"{layer_name(layer)}.{linear}" for linear in LAYER_LINEARS]
+    return {
+        module: relative_error(stored(f"{module}.weight"), original(f"{module}.weight")) for module in modules
+    }
+
+
+def check_unfolded_tensors(names: list[str], original: Fetch, stored: Fetch, *, folds: bool) -> None:
+    """Embeddings, output head, last norm and q/k norms are never scaled: they must be the original ones.
+
+    Nor are the other norms and the biases where the method `folds` no scales into them.
+    """
     for name in names:
         folded = name.endswith((".bias", "input_layernorm.weight", "post_attention_layernorm.weight"))
-        if not folded:
+        if not (folds and folded):
             _check_unquantized(name, stored(name), original(name), slack=False)
 
 

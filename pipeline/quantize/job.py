@@ -9,20 +9,24 @@ from typing import Any
 
 from pipeline.models.child import Progress
 from pipeline.quantize.base import QuantizeRequest
-from pipeline.quantize.calibration import calibration_pieces
+from pipeline.quantize.calibration import calibration_pieces, kv_pieces
 from pipeline.quantize.memory import peak_memory
 
 
 @dataclass(frozen=True)
 class Job:
-    """One quantization, ready to run: a seeded process, and calibration text as sequences of one length."""
+    """One quantization, ready to run: a seeded process, and calibration text as sequences of one length.
+
+    `calibration` and `kv_calibration` record what `pieces` and `kv_pieces` are made of; None, and no pieces, where nothing reads any.
+    """
 
     request: QuantizeRequest
     progress: Progress
     tokenizer: Any
     pieces: list[list[int]]
-    calibration: dict[str, Any]
-    """The record of what `pieces` are made of."""
+    calibration: dict[str, Any] | None
+    kv_pieces: list[list[int]]
+    kv_calibration: dict[str, Any] | None
     on_cuda: bool
 
     def evidence(self, packages: Sequence[str]) -> dict[str, Any]:
@@ -32,6 +36,7 @@ class Job:
         return {
             "versions": {name: importlib.metadata.version(name) for name in packages},
             "calibration": self.calibration,
+            "kv_calibration": self.kv_calibration,
             "device": torch.cuda.get_device_name() if self.on_cuda else "cpu",
             **peak_memory(),
         }
@@ -45,6 +50,10 @@ def begin(raw_request: dict[str, Any]) -> Job:
     request = QuantizeRequest.model_validate(raw_request)
     torch.manual_seed(request.recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
-    pieces, calibration = calibration_pieces(request, tokenizer)
-    progress = Progress(request.progress_file)
-    return Job(request, progress, tokenizer, pieces, calibration, torch.cuda.is_available())
+    recipe, progress = request.recipe, Progress(request.progress_file)
+    none: tuple[list[list[int]], None] = ([], None)
+    pieces, calibration = calibration_pieces(request, tokenizer) if recipe.searches_weights else none
+    of_kv, kv_calibration = kv_pieces(request, tokenizer) if recipe.calibrate_kv_scales else none
+    return Job(
+        request, progress, tokenizer, pieces, calibration, of_kv, kv_calibration, torch.cuda.is_available()
+    )

@@ -1,4 +1,4 @@
-"""What all packed 4-bit layouts share: the interface of a module's tensors, and the checks of shapes and scales."""
+"""What all layouts of quantized weights share: the interface of a module's tensors, and the checks of shapes and scales."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ import torch
 
 from pipeline.errors import QuantgateError
 
-BITS = 4
+BITS = 4  # of an integer
 VALUES_PER_WORD = 8  # an int32 holds eight
 
 
 class PackedLinear(Protocol):
     """The stored tensors of one quantized linear module, whatever their layout."""
 
-    def group_size(self) -> int:
-        """Input channels per scale, as the shapes say."""
+    def group_size(self) -> int | None:
+        """Input channels per scale, as the shapes say; None where an output has one for all of them."""
 
-    def check(self, out_features: int, in_features: int, group_size: int) -> None:
+    def check(self, out_features: int, in_features: int, group_size: int | None) -> None:
         """Raise `QuantgateError` when a shape, a dtype or a scale can't belong to such a layer."""
 
-    def zero_points(self) -> torch.Tensor:
-        """All zero points, uint8 with values 0..15."""
+    def zero_points(self) -> torch.Tensor | None:
+        """All zero points, uint8 with values 0..15; None for a symmetric layout, which stores none."""
 
     def dequantize(self) -> torch.Tensor:
         """Float32 weight of shape (out, in)."""
 
 
 def check_shapes(
-    name: str, wanted: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], group_size: int
+    name: str, wanted: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], group_size: int | None
 ) -> None:
     """Raise `QuantgateError` for the first of `wanted` (label -> tensor, shape) that has another shape."""
+    how = (
+        "8 bits with a scale per output" if group_size is None else f"{BITS} bits at group size {group_size}"
+    )
     for label, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise QuantgateError(
-                f"{name}.{label} has shape {list(tensor.shape)}, but {BITS} bits at group size {group_size} "
-                f"make it {list(shape)}"
+                f"{name}.{label} has shape {list(tensor.shape)}, but {how} make it {list(shape)}"
             )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,18 @@ from pipeline.files import read_json
 from pipeline.models.architectures import Geometry, geometry, linear_modules, linear_shape, other_tensors
 from pipeline.models.child import Progress, child_main
 from pipeline.quantize.base import QuantizeRequest
-from pipeline.quantize.calibration import WINDOW_TOKENS, heldout_pieces
+from pipeline.quantize.calibration import WINDOW_TOKENS, coverage_pieces, heldout_pieces
 from pipeline.quantize.checkpoint import Checkpoint, Format
-from pipeline.quantize.effective_error import UNQUANTIZED_TOLERANCE, check_unfolded_tensors, layer_errors
+from pipeline.quantize.effective_error import (
+    UNQUANTIZED_TOLERANCE,
+    check_unfolded_tensors,
+    layer_errors,
+    plain_errors,
+)
+from pipeline.quantize.float_format import round_activations
 from pipeline.quantize.kv_scales import Coverage, read_scales
 from pipeline.quantize.memory import peak_memory
-from pipeline.quantize.perplexity import perplexity
+from pipeline.quantize.perplexity import perplexity, see_caches
 from pipeline.quantize.round_to_nearest import round_to_nearest
 from pipeline.settings.schema import QuantizeRecipe
 
@@ -65,7 +71,11 @@ def check_config(config: dict[str, Any], layout: Format | None, recipe: Quantize
             "config.json has no quantization_config: an engine would read packed weights as plain ones"
         )
     layout.check_config(config["quantization_config"], recipe)
-    return {"format": layout.METHOD, "zero_point": recipe.zero_point if recipe.quantizes_weights else None}
+    return {
+        "format": layout.METHOD,
+        "zero_point": recipe.zero_point if recipe.bits == 4 else None,
+        "activations": "float8_e4m3fn" if recipe.method == "fp8" else None,
+    }
 
 
 def check_modules(stored: Checkpoint, sizes: Geometry, recipe: QuantizeRecipe) -> dict[str, Any]:
@@ -91,19 +101,27 @@ def check_modules(stored: Checkpoint, sizes: Geometry, recipe: QuantizeRecipe) -
     for module in expected:
         packed = stored.packed(module)
         layer_local = module.split(".", 3)[3]
-        assert recipe.group_size is not None
         rows, columns = linear_shape(sizes, layer_local)
         packed.check(rows, columns, recipe.group_size)
         bits.add(stored.packed_bits(module) // (rows * columns))
         group_sizes.add(packed.group_size())
-        zero_points.update(packed.zero_points().unique().tolist()[:2])
-    if expected and len(zero_points) < 2:
+        points = packed.zero_points()
+        if recipe.bits == 4 and (points is not None) != recipe.zero_point:
+            raise QuantgateError(
+                f"{module} has {'zero points' if recipe.zero_point is False else 'no zero points'}, but the recipe asks for "
+                f"zero_point={recipe.zero_point}"
+            )
+        if points is not None:
+            zero_points.update(points.unique().tolist()[:2])
+    if expected and recipe.zero_point and len(zero_points) < 2:
         raise QuantgateError(
             "all zero points are one value: the groups are symmetric, but the recipe asks for zero points"
         )
     for key, values, asked in (("bits", bits, recipe.bits), ("group_size", group_sizes, recipe.group_size)):
         if expected and values != {asked}:
-            raise QuantgateError(f"the tensors hold {key} {sorted(values)}, but the recipe asks for {asked}")
+            raise QuantgateError(
+                f"the tensors hold {key} {', '.join(sorted(map(str, values)))}, but the recipe asks for {asked}"
+            )
     return {
         "bits": bits.pop() if expected else recipe.bits,
         "group_size": group_sizes.pop() if expected else None,
@@ -135,7 +153,8 @@ def scan_finite(stored: Checkpoint) -> dict[str, Any]:
         if not tensor.is_floating_point():
             continue
         scanned += 1
-        bad = int((~torch.isfinite(tensor)).sum())
+        # torch has no isfinite for 8-bit floats; float32 holds all of theirs, NaN included.
+        bad = int((~torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)).sum())
         if bad:
             raise QuantgateError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
     return {"nan_inf": {"tensors_scanned": scanned, "found": 0}}
@@ -145,12 +164,15 @@ def check_effective_error(
     sizes: Geometry, original: Checkpoint, stored: Checkpoint, recipe: QuantizeRecipe, progress: Progress
 ) -> dict[str, Any]:
     """Relative weight error of every layer and every module within the recipe's ranges; see `effective_error`."""
-    check_unfolded_tensors(sizes, sorted(other_tensors(sizes)), original, stored)
+    folds = recipe.method == "awq"
+    check_unfolded_tensors(sorted(other_tensors(sizes)), original, stored, folds=folds)
     low, high = recipe.effective_error_range if recipe.quantizes_weights else (0.0, UNQUANTIZED_TOLERANCE)
     modules: dict[str, float] = {}
     per_layer: list[float] = []
     for layer in range(len(sizes.layers)):
-        errors = layer_errors(layer, sizes, original, stored)
+        errors = (
+            layer_errors(layer, sizes, original, stored) if folds else plain_errors(layer, original, stored)
+        )
         modules.update(errors)
         per_layer.append(sum(errors.values()) / len(errors))
         progress("prove weights", layer + 1, len(sizes.layers))
@@ -208,7 +230,8 @@ def check_perplexity(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    pieces = heldout_pieces(request, AutoTokenizer.from_pretrained(request.model_dir))
+    tokenizer = AutoTokenizer.from_pretrained(request.model_dir)
+    pieces = heldout_pieces(request, tokenizer)
     recipe, on_cuda = request.recipe, torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir,
@@ -220,12 +243,11 @@ def check_perplexity(
         model, pieces, _stepper(progress, "perplexity of the original", len(pieces))
     )
     load_dequantized(model, sizes, stored)
-    after, _ = perplexity(
-        model,
-        pieces,
-        _stepper(progress, "perplexity of the quantized", len(pieces)),
-        None if coverage is None else coverage.take,
-    )
+    with rounded_activations(model, sizes, recipe):
+        after, _ = perplexity(model, pieces, _stepper(progress, "perplexity of the quantized", len(pieces)))
+    if coverage is not None:
+        covered = coverage_pieces(request, tokenizer)
+        see_caches(model, covered, coverage.take, _stepper(progress, "keys and values", len(covered)))
     ratio = after / before
     if not ratio <= recipe.max_perplexity_ratio:
         raise QuantgateError(
@@ -233,7 +255,7 @@ def check_perplexity(
             f"the recipe allows max_perplexity_ratio={recipe.max_perplexity_ratio}"
         )
     rounded = None
-    if recipe.quantizes_weights:
+    if recipe.searches_weights:
         load_rounded(model, sizes, original, recipe)
         rounded, _ = perplexity(
             model, pieces, _stepper(progress, "perplexity of round-to-nearest", len(pieces))
@@ -296,8 +318,21 @@ def load_rounded(
     for name, parameter in model.named_parameters():
         weight = original(name)
         parameter.copy_(
-            round_to_nearest(weight, recipe.bits, recipe.group_size) if name in linears else weight
+            round_to_nearest(weight, recipe.bits, recipe.group_size, recipe.zero_point)
+            if name in linears
+            else weight
         )
+
+
+@contextmanager
+def rounded_activations(model: torch.nn.Module, sizes: Geometry, recipe: QuantizeRecipe) -> Iterator[None]:
+    """The inputs of the quantized modules as an engine rounds them, for a recipe with 8-bit activations."""
+    with ExitStack() as stack:
+        if recipe.method == "fp8":
+            for name in linear_modules(sizes):
+                hook = model.get_submodule(name).register_forward_pre_hook(round_activations)
+                stack.callback(hook.remove)
+        yield
 
 
 def _stepper(progress: Progress, phase: str, total: int) -> Callable[[int], None]:

@@ -86,11 +86,14 @@ def room_for(
     """
     disk = predicted_weight_bytes(sizes, weight_scheme(recipe)) + TOKENIZER_BYTES
     parameters = sum(math.prod(shape) for shape in expected_shapes(sizes).values())
-    tokens = recipe.samples * recipe.sequence_tokens
+    samples, sequence_tokens = (recipe.samples, recipe.sequence_tokens) if recipe.searches_weights else (0, 0)
+    tokens = samples * sequence_tokens
+    # What KV scales are calibrated on goes through whole, a batch at a time, and nothing of it is kept.
+    longest = recipe.kv_text[1] if recipe.calibrate_kv_scales else 0
     # Inputs of a layer's seven linear modules, kept for the search, and its own input and output.
     width = 8 * sizes.hidden + 2 * intermediate(sizes)
     if not on_cuda:
-        return Room(int(4 * (COPIES * parameters + tokens * width)) + PROCESS_BYTES, disk)
+        return Room(int(4 * (COPIES * parameters + max(tokens, longest) * width)) + PROCESS_BYTES, disk)
     layer = LAYER_COPIES * element_bytes * (parameters - _other_elements(sizes)) // len(sizes.layers)
     model = element_bytes * parameters
     proving = model + _logits_bytes(sizes, WINDOW_TOKENS)
@@ -102,14 +105,22 @@ def room_for(
         from pipeline.quantize.llmcompressor import BATCH_TOKENS
 
         # A batch at a time; what goes into and comes out of a layer's parts is kept of all (AWQModifier.offload_device: None).
-        batch = min(tokens, max(BATCH_TOKENS, recipe.sequence_tokens))
+        batch = max(min(tokens, max(BATCH_TOKENS, sequence_tokens)), longest)
         activations = element_bytes * (batch * width + 8 * tokens * sizes.hidden)
-        searching = model + max(layer + activations, _logits_bytes(sizes, batch))
+        searching = model + (gptq_bytes(sizes) if recipe.method == "gptq" else layer) + activations
     return Room(
         memory_bytes=model + element_bytes * tokens * width + CUDA_PROCESS_BYTES,
         disk_bytes=disk,
         card_bytes=max(searching, proving) + CUDA_CONTEXT_BYTES,
     )
+
+
+def gptq_bytes(sizes: Geometry) -> int:
+    """What GPTQ works on of one layer, in fp32: the Hessian (inputs x inputs) of each of its seven modules, the widest three times
+    while its columns are put in order, and that module's weights three times (llmcompressor 0.14.0.1, modifiers/gptq/helpers.py:
+    prepare_batch, max_batch_size)."""
+    wide, inner = sizes.hidden, intermediate(sizes)
+    return 4 * (6 * wide**2 + 3 * max(wide, inner) ** 2 + 3 * wide * inner)
 
 
 def _other_elements(sizes: Geometry) -> int:

@@ -56,7 +56,7 @@ class LayerError(Record):
 
 
 class EffectiveError(Record):
-    """Relative weight error with AWQ's scale folding undone: ||W_effective - W|| / ||W||."""
+    """Relative weight error, where AWQ folded scales with that undone: ||W_effective - W|| / ||W||."""
 
     per_layer: list[float] = Field(description="mean over a layer's modules")
     layer_range: tuple[float, float] | None = Field(
@@ -68,14 +68,15 @@ class EffectiveError(Record):
 
 
 class QuantizedPerplexity(Record):
-    """On held-out text, all computed in one run on the same windows."""
+    """On held-out text, all computed in one run on the same windows. FP8's includes the rounding of its activations."""
 
     original: float
     quantized: float
     ratio: float = Field(description="quantized / original")
     limit: float = Field(description="the recipe's for the ratio")
     round_to_nearest: float | None = Field(
-        description="perplexity ratio of plain rounding at the same bits and groups; null where no weight is quantized"
+        description="perplexity ratio of plain rounding at the same bits and groups; null where no weight is quantized, or is "
+        "plainly rounded itself (fp8)"
     )
     share_of_rounding_loss: float | None = Field(
         description="(ratio - 1) / (round_to_nearest - 1); null where rounding loses under 1 %"
@@ -112,13 +113,23 @@ class Quantization(Record):
     backend: str
     versions: dict[str, str]
     recipe: dict[str, Any]
-    calibration: CalibrationUsed
+    calibration: CalibrationUsed | None = Field(
+        description="what the weights were searched on; null where no text is needed for them"
+    )
+    kv_calibration: CalibrationUsed | None = Field(
+        default=None, description="what the KV scales were calibrated on; null where there are none"
+    )
     heldout: TextFile
     device: str
     format: str = Field(description="checkpoint layout, as config.json's quant_method says")
     bits: int
-    group_size: int | None = Field(description="null where no weight is quantized")
+    group_size: int | None = Field(
+        description="null where no weight is quantized, or each output has one scale"
+    )
     zero_point: bool | None
+    activations: str | None = Field(
+        default=None, description="dtype that the engine rounds activations to; null: they stay at 16 bits"
+    )
     quantized_modules: ModuleCount
     unquantized_modules: dict[str, str] = Field(
         description="matrix that stays as it is -> its dtype, or the table that it shares"

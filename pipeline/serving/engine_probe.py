@@ -78,11 +78,15 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def _kernel(module: Any) -> Any:
-    """The object that multiplies: the kernel where the layer has one, else its scheme or method."""
+    """The object that multiplies: the kernel where the layer has one, else its scheme or method.
+
+    compressed-tensors' schemes of 8-bit floats call it `fp8_linear` (W8A8) and `linear_kernel` (W8A16).
+    """
     for owner in (module.quant_method, getattr(module, "scheme", None)):
-        kernel = getattr(owner, "kernel", None)
-        if kernel is not None:
-            return kernel
+        for attribute in ("kernel", "fp8_linear", "linear_kernel"):
+            kernel = getattr(owner, attribute, None)
+            if kernel is not None:
+                return kernel
     return getattr(module, "scheme", None) or module.quant_method
 
 

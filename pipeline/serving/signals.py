@@ -25,7 +25,8 @@ CONCURRENCY = re.compile(rf"Maximum concurrency for {NUMBER} tokens per request:
 VERSION = re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)")
 CONFIG_VALUE = r"[(, ]{name}=([^,)\s]+)"
 ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend\b(?! for)")
-LINEAR = re.compile(r"Using (\w*Kernel) for ")
+# "Using" for integers, "Selected" for 8-bit floats (0.32 kernels/linear/__init__.py).
+LINEAR = re.compile(r"(?:Using|Selected) (\w*Kernel) for ")
 # Where AWQ layers run on the slow kernels: 0.19 says awq_marlin.py, later versions auto_awq.py.
 AWQ_FALLBACK = re.compile(r"is not supported by (?:Auto)?AWQMarlin\. Falling back to unoptimized AWQ kernels")
 AWQ_FORCED = re.compile(r"you specified quantization=awq explicitly, so forcing awq")

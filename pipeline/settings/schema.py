@@ -214,35 +214,74 @@ class VariantSettings(Strict):
         return frozenset(found)
 
 
+QuantizeMethod = Literal["awq", "gptq", "fp8"]
+"""awq: 4-bit integers, input channels scaled (and outliers cut) before rounding. gptq: 4-bit integers, each column's rounding
+error made up for by those not yet rounded. fp8: e4m3 weights with a scale per output, activations rounded per token as they come."""
+
+BELIEVABLE_ERRORS: dict[str, dict[str, tuple[float, float]]] = {
+    # Measured on sound 135M checkpoints at group 64. AWQ: mean 0.106, layers 0.09 to 0.15, worst module 0.23 to 0.26 (the first
+    # q_proj); a shuffled module has over 1.
+    "awq": {"effective_error_range": (0.02, 0.35), "layer_error_range": (0.05, 0.20)},
+    # GPTQ moves weights away from the nearest step on purpose: mean 0.137, modules 0.118 to 0.21.
+    "gptq": {"effective_error_range": (0.05, 0.40), "layer_error_range": (0.08, 0.30)},
+    # An e4m3 number has 3 bits of mantissa: within [1, 2) steps of 1/8, an RMS error of 0.125 / sqrt(12) = 0.036. Over the root
+    # mean square of what lies there, 1.47 (as many per octave everywhere) to 1.53 (evenly spread), that is 0.024 to 0.025;
+    # 0.018 to 0.030 is what a channel's largest weights falling into one part of an octave can make of it.
+    "fp8": {"effective_error_range": (0.018, 0.030), "layer_error_range": (0.022, 0.028)},
+}
+"""Method -> relative weight errors of a module, and their mean over a layer, that a sound checkpoint has."""
+
+
 class QuantizeRecipe(Strict):
     """How to quantize, and which result is still acceptable."""
 
     backend: Literal["autoawq", "llmcompressor"] = Field(
         default="autoawq", description="the module in pipeline.quantize that does it"
     )
-    bits: Literal[4, 16] = Field(
+    method: QuantizeMethod = Field(
+        default="awq",
+        description="how the weights are rounded; autoawq knows awq only. At 16 bits: awq, unused",
+    )
+    bits: Literal[4, 8, 16] = Field(
         default=4,
-        description="bits per weight; AWQ checkpoints that vLLM's kernels read have 4. 16: the weights stay as they are and only "
-        "KV scales are calibrated",
+        description="bits per weight: 4 for awq and gptq, 8 for fp8. 16: the weights stay as they are and only KV scales are "
+        "calibrated",
     )
     group_size: Literal[32, 64, 128] | None = Field(
         default=128,
-        description="input channels per scale and zero point; must divide every linear layer's input width. null at 16 bits",
+        description="input channels per scale and zero point; must divide every linear layer's input width. null for fp8, which "
+        "has a scale per output, and at 16 bits",
     )
-    zero_point: Literal[True] = Field(
-        default=True, description="asymmetric; AutoAWQ's packed format has no symmetric form"
+    zero_point: bool = Field(
+        default=True,
+        description="asymmetric. awq: true, AutoAWQ's packed format has no symmetric form. gptq: either, the kernels read both. "
+        "fp8: false, a float has its sign",
     )
     calibrate_kv_scales: bool = Field(
         default=False,
         description="put FP8 (e4m3) scales of keys and values into the checkpoint, one each per layer; llmcompressor only. Such "
         "a checkpoint makes vLLM take an FP8 KV cache where none is named",
     )
-    samples: int = Field(default=128, ge=1, le=4096, description="calibration sequences")
+    samples: int = Field(
+        default=128, ge=1, le=4096, description="calibration sequences; unused where nothing reads any (fp8)"
+    )
     sequence_tokens: int = Field(
         default=512,
         ge=16,
         le=8192,
         description="tokens per sequence; texts are joined and cut to exactly this",
+    )
+    kv_samples: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="sequences that the KV scales are calibrated on; null: those of the weights",
+    )
+    kv_sequence_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        le=8192,
+        description="tokens of each: the deployment's length, which the search for the weights needn't have",
     )
     seed: int = Field(default=0, ge=0, description="order in which the calibration texts are joined")
     clip_search: bool = Field(
@@ -257,38 +296,91 @@ class QuantizeRecipe(Strict):
         description="limit of perplexity(quantized) / perplexity(original) on held-out text",
     )
     effective_error_range: tuple[float, float] = Field(
-        default=(0.02, 0.35),
-        description="believable relative weight error of a module, scale folding undone: below nothing was quantized to 4 "
-        "bits, above the module is broken. Measured on a sound 135M checkpoint at group 64: mean 0.106, layers 0.09 to "
-        "0.15, worst module 0.23 to 0.26 (the first q_proj); a shuffled module has over 1",
+        default=BELIEVABLE_ERRORS["awq"]["effective_error_range"],
+        description="believable relative weight error of a module, AWQ's scale folding undone: below nothing was quantized, above "
+        "the module is broken; where it isn't given that of the method in BELIEVABLE_ERRORS",
     )
-
     layer_error_range: tuple[float, float] = Field(
-        default=(0.05, 0.20),
-        description="believable mean of that error over a layer's modules",
+        default=BELIEVABLE_ERRORS["awq"]["layer_error_range"],
+        description="believable mean of that error over a layer's modules; likewise",
     )
     max_share_of_rounding_loss: float | None = Field(
         default=None,
         gt=0.0,
         description="limit of (perplexity ratio - 1) over that of plain rounding at the same bits and groups, in the same run; "
-        "1: AWQ must not be worse. null: recorded only",
+        "1: the search must not be worse. null: recorded only",
     )
 
     @property
     def quantizes_weights(self) -> bool:
         return self.bits < 16
 
+    @property
+    def searches_weights(self) -> bool:
+        """Whether the weights are quantized with calibration text; FP8's scales are each row's largest weight."""
+        return self.quantizes_weights and self.method != "fp8"
+
+    @property
+    def kv_text(self) -> tuple[int, int]:
+        """(sequences, tokens of each) that KV scales are calibrated on."""
+        return self.kv_samples or self.samples, self.kv_sequence_tokens or self.sequence_tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def _errors_of_the_method(cls, given: Any) -> Any:
+        """Ranges that aren't given are those of the method."""
+        if not isinstance(given, dict):
+            return given
+        ranges = BELIEVABLE_ERRORS.get(str(given.get("method", "awq")), {})
+        return {**ranges, **given}
+
     @model_validator(mode="after")
     def _backend_can(self) -> QuantizeRecipe:
         if self.backend == "autoawq" and self.calibrate_kv_scales:
             raise ValueError("calibrate_kv_scales true: autoawq can't; set backend to llmcompressor")
+        if self.backend == "autoawq" and self.method != "awq":
+            raise ValueError(f"method {self.method}: autoawq makes awq only; set backend to llmcompressor")
         if not self.quantizes_weights and not self.calibrate_kv_scales:
             raise ValueError("bits 16 leaves nothing to do; set calibrate_kv_scales to true, or bits to 4")
         if self.clip_search and not self.quantizes_weights:
             raise ValueError("clip_search true: at 16 bits no weight is cut; set it to false")
-        if (self.group_size is None) == self.quantizes_weights:
+        return self
+
+    @model_validator(mode="after")
+    def _method_makes(self) -> QuantizeRecipe:
+        bits = {"awq": (4, 16), "gptq": (4,), "fp8": (8,)}[self.method]
+        if self.bits not in bits:
+            allowed = " or ".join(map(str, bits))
+            raise ValueError(f"bits {self.bits} with method {self.method}: must be {allowed}")
+        if self.clip_search and self.method != "awq":
+            raise ValueError(f"clip_search true: {self.method} cuts no weights; set it to false")
+        grouped = self.bits == 4
+        if (self.group_size is None) == grouped:
             raise ValueError(
-                f"group_size {self.group_size} at {self.bits} bits: must be 32, 64 or 128 at 4 bits and null at 16"
+                f"group_size {self.group_size} at {self.bits} bits: must be 32, 64 or 128 at 4 bits, else null"
+            )
+        if self.method == "awq" and not self.zero_point:
+            raise ValueError(
+                "zero_point false with method awq: its packed format has no symmetric form; set it to true"
+            )
+        if self.method == "fp8" and self.zero_point:
+            raise ValueError(
+                "zero_point true with method fp8: a float has its sign and no zero point; set it to false"
+            )
+        if self.method == "fp8" and self.max_share_of_rounding_loss is not None:
+            raise ValueError(
+                "max_share_of_rounding_loss with method fp8: it is plain rounding; set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kv_text_is_of_use(self) -> QuantizeRecipe:
+        if (self.kv_samples is None) != (self.kv_sequence_tokens is None):
+            raise ValueError("kv_samples and kv_sequence_tokens go together: give both, or neither")
+        if self.kv_samples is not None and not (self.calibrate_kv_scales and self.searches_weights):
+            raise ValueError(
+                "kv_samples and kv_sequence_tokens are for KV scales beside weights that have text of their own; "
+                "set samples and sequence_tokens"
             )
         return self
 

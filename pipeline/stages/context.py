@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.compatibility import weight_format
 from pipeline.environments import interpreter, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
+from pipeline.gpu import lowest_capability
 from pipeline.lifetime import end_with_dvc
 from pipeline.quality.batching import INVARIANT
 from pipeline.results import Environment, PlanRow, load
@@ -117,10 +119,7 @@ def pool_bytes(row: PlanRow, blocks: int | None) -> int | None:
 def check_served(
     settings: Settings, variant: VariantSettings, spec: ServeSpec, log: LogSignals, log_path: Path
 ) -> None:
-    """Refuse a server that isn't what the variant means: another version, another KV cache, other kernels for its weights.
-
-    In its batch-invariant mode the engine leaves the fast kernels on purpose (`quality.batching`).
-    """
+    """Refuse a server that isn't what the variant means: another version, another KV cache, other kernels for its weights."""
     check_running(spec, log.version)
     check_kv_cache(
         variant.name,
@@ -131,8 +130,12 @@ def check_served(
         log_path,
         variant.skipped_layers,
     )
-    if INVARIANT not in spec.environment:
-        check_weight_kernel(spec, settings.quantizes(variant), log, log_path)
+    # In its batch-invariant mode the engine leaves the fast kernels on purpose (`quality.batching`).
+    if settings.quantizes(variant) and INVARIANT not in spec.environment:
+        capability = lowest_capability(environment().gpus) if spec.target == "cuda" else None
+        check_weight_kernel(
+            spec, weight_format(settings.quantizers[variant.weights]), capability, log, log_path
+        )
 
 
 def bundle(settings: Settings) -> ResultBundle:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compatibility.invariance import invariance_refusals
-from pipeline.compatibility.weights import Engine, capability_of
+from pipeline.compatibility.weights import Engine
 from pipeline.digests import sha256_tree
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
+from pipeline.gpu import lowest_capability
 from pipeline.quality.batching import INVARIANT, batching_of
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
@@ -109,7 +110,7 @@ def _refuse_invariance(settings: Settings, machine: Environment) -> None:
     """`EnvironmentUnfitError` where the batch-invariant mode is asked of a card that hasn't got it."""
     if settings.evalset.batching != "invariant":
         return
-    engine = Engine(settings.server.engine_version, settings.device.kind, capability_of(machine.gpus))
+    engine = Engine(settings.server.engine_version, settings.device.kind, lowest_capability(machine.gpus))
     for refusal in invariance_refusals(engine):
         raise EnvironmentUnfitError(f"{refusal.what}; {refusal.fix} [{refusal.source}]")
 

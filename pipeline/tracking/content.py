@@ -18,7 +18,7 @@ from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
 from pipeline.report.sections.flips import score_lead
-from pipeline.results import Distribution, KvScales, LoadLevel, Quality, VariantVerdict
+from pipeline.results import Distribution, KvScales, LoadLevel, Quality, Quantization, VariantVerdict
 from pipeline.tracking.cards import card_figures, card_tags
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -123,7 +123,7 @@ def proof_columns(bundle: ResultBundle) -> dict[str, list[Any]]:
             "worst_layer": record.effective_error.worst_layer.layer,
             "worst_module": record.effective_error.worst.module,
             "original_perplexity": record.perplexity.original,
-            "calibration_sha256": record.calibration.sha256,
+            "calibration_sha256": _read(record, "sha256"),
             "weight_bytes": record.weight_bytes,
             **_quantization_figures(bundle, scheme),
         }
@@ -208,8 +208,8 @@ def _variant_params(bundle: ResultBundle, variant: str) -> dict[str, str]:
             params |= {f"quantizer.{key}": value for key, value in quantized.recipe.items()}
             params |= {
                 "quantizer.format": quantized.format,
-                "quantizer.calibration_sha256": quantized.calibration.sha256,
-                "quantizer.chat_template": quantized.calibration.chat_template,
+                "quantizer.calibration_sha256": _read(quantized, "sha256"),
+                "quantizer.chat_template": _read(quantized, "chat_template"),
             }
     if origin is not None:
         params |= {
@@ -328,6 +328,12 @@ def _divergence_figures(result: VariantVerdict) -> dict[str, float | None]:
     return figures
 
 
+def _read(record: Quantization, key: str) -> Any:
+    """A fact of the text that a scheme was calibrated on, of its weights or else its KV scales; None where neither read any."""
+    used = record.calibration or record.kv_calibration
+    return None if used is None else getattr(used, key)
+
+
 def _quantization_figures(bundle: ResultBundle, scheme: str) -> dict[str, float | None]:
     record = bundle.quantizations.get(scheme)
     if record is None:
@@ -347,7 +353,8 @@ def _quantization_figures(bundle: ResultBundle, scheme: str) -> dict[str, float 
         "proof/nan_inf_tensors_scanned": record.nan_inf.tensors_scanned,
         **_kv_scale_figures(record.kv_scales),
         "proof/predicted_weight_bytes": record.predicted_weight_bytes,
-        "proof/calibration_tokens": record.calibration.effective_tokens,
+        "proof/calibration_tokens": record.calibration and record.calibration.effective_tokens,
+        "proof/kv_calibration_tokens": record.kv_calibration and record.kv_calibration.effective_tokens,
         "quantize_wall_s": record.wall_s,
         "proof/peak_memory_bytes": record.peak_memory_bytes,
         "proof/peak_device_memory_bytes": record.peak_device_memory_bytes,

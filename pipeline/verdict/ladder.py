@@ -18,6 +18,8 @@ PER_TOKEN_HEAD = "fp8_per_token_head"
 OUTER_LAYERS = 2
 """Layers at either end that keep 16 bits, as many as vLLM's own TurboQuant keeps (pipeline/capacity/kv.py)."""
 SMALLER_GROUPS = (64, 32)
+MAKER = "llmcompressor"
+"""Of what only one backend makes: GPTQ, FP8 weights, KV scales."""
 CALIBRATION_FACTOR = 2
 """A smaller step would hardly be told from noise."""
 
@@ -26,7 +28,7 @@ CALIBRATION_FACTOR = 2
 class Way:
     """How a variant is served, as far as its quality depends on it.
 
-    `weights`: its scheme in the profile, None for one that the profile doesn't make. `backend`: who quantized them.
+    `weights`: its scheme in the profile, None for one that the profile doesn't make. `backend`: who quantized them, `method`: how.
     """
 
     weights: str | None
@@ -37,6 +39,7 @@ class Way:
     backend: str | None = None
     group_size: int | None = None
     samples: int | None = None
+    method: Literal["awq", "gptq", "fp8"] | None = None
 
     @property
     def quantized_kv(self) -> bool:
@@ -82,8 +85,6 @@ class _Step:
     why: str
     way: Way
     shorter: bool = False
-    by_hand: bool = False
-    """Nothing in this project does it."""
 
 
 def quality_decision(verdict: VariantVerdict) -> Decision:
@@ -121,7 +122,7 @@ def ladder(failed: Known, known: Sequence[Known], outlook: Outlook) -> list[Rung
         steps += _kv_steps(failed.way, outlook) if part == "kv" else _weight_steps(failed.way, outlook)
     rungs = []
     for step in steps:
-        if not step.by_hand and outlook.refusal(step.way) is not None:
+        if outlook.refusal(step.way) is not None:
             continue
         rung = _rung(step, failed, known, outlook)
         if rung is not None and rung.variant != failed.name:
@@ -189,6 +190,8 @@ def _place(way: Way) -> int:
 
 
 def _weight_steps(way: Way, outlook: Outlook) -> list[_Step]:
+    if way.method == "fp8":
+        return [_sixteen_bits(way)]
     steps = [
         _Step(
             f"the same format by {other}",
@@ -196,8 +199,16 @@ def _weight_steps(way: Way, outlook: Outlook) -> list[_Step]:
             replace(way, weights=None, backend=other, samples=None),
         )
         for other in outlook.backends
-        if other != way.backend
+        if other != way.backend and way.method == "awq"
     ]
+    if way.method == "awq":
+        steps.append(
+            _Step(
+                "4 bits by GPTQ",
+                "it makes up for each weight's rounding error in those not yet rounded, where AWQ scales and cuts before rounding",
+                replace(way, weights=None, backend=MAKER, samples=None, method="gptq"),
+            )
+        )
     for size in SMALLER_GROUPS:
         if way.group_size is not None and size < way.group_size:
             why = f"a scale for every {size} input channels instead of {way.group_size}; a little more room for weights"
@@ -215,20 +226,19 @@ def _weight_steps(way: Way, outlook: Outlook) -> list[_Step]:
         steps.append(
             _Step(
                 "FP8 weights (W8A8)",
-                "twice the bits; the engine serves such checkpoints on this device, quantgate makes none",
-                Way(None, 8, way.kv, way.scales, way.skipped),
-                by_hand=True,
+                "twice the bits, and activations rounded to 8 bits beside them: plain rounding, nothing to calibrate",
+                Way(None, 8, way.kv, way.scales, way.skipped, backend=MAKER, method="fp8"),
             )
         )
-    steps.append(
-        _Step(
-            "BF16 weights",
-            "no loss in the weights at all",
-            # Calibrated scales make a checkpoint of their own.
-            Way(None if way.scales == "checkpoint" else "bf16", 16, way.kv, way.scales, way.skipped),
-        )
+    return [*steps, _sixteen_bits(way)]
+
+
+def _sixteen_bits(way: Way) -> _Step:
+    # Calibrated scales make a checkpoint of their own.
+    weights = None if way.scales == "checkpoint" else "bf16"
+    return _Step(
+        "BF16 weights", "no loss in the weights at all", Way(weights, 16, way.kv, way.scales, way.skipped)
     )
-    return steps
 
 
 def _rung(step: _Step, failed: Known, known: Sequence[Known], outlook: Outlook) -> Rung | None:
@@ -250,7 +260,7 @@ def _rung(step: _Step, failed: Known, known: Sequence[Known], outlook: Outlook) 
         sequences=fits,
         max_model_len=length,
         enough=None if fits is None else fits >= outlook.required,
-        command=None if found or step.by_hand else outlook.command(step.way, failed.name, length),
+        command=None if found else outlook.command(step.way, failed.name, length),
     )
 
 
@@ -261,6 +271,7 @@ def _same(way: Way, known: Sequence[Known]) -> Known | None:
         for one in known
         if (one.way.kv, one.way.scales, one.way.skipped, one.way.bits)
         == (way.kv, way.scales, way.skipped, way.bits)
+        and way.method in (None, one.way.method)
     ]
     if way.weights is not None or way.scales == "checkpoint":
         own = [one for one in fitting if one.way.weights == way.weights]

@@ -20,7 +20,7 @@ from pipeline.serving.server import Server
 from pipeline.serving.signals import parse_log
 from pipeline.settings import Settings, load_settings
 from tests.gpu import test_start as gpu_tests
-from tests.support.dummy_start import dummy_spec, memory_run, planned, write_checkpoints
+from tests.support.dummy_start import card_settings, dummy_spec, memory_run, planned, write_checkpoints
 from tests.support.recorded_nvml import RecordedNvml, rtx_4090
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ class ToldServer:
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    return load_settings(["profile=rtx4090"], ROOT)
+    return card_settings(ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compatibility.attention import attention_backends
-from pipeline.compatibility.weights import Engine
+from pipeline.compatibility import Engine, attention_backends, weight_format, weight_kernel
 from pipeline.planning.scenario import card_of, geometry_of, row_of
 from pipeline.results import Capacity, PlanRow
 from pipeline.serving.command import ServeSpec, build_command, build_environment
@@ -36,7 +35,6 @@ RTX_4090 = {
 }  # fmt: skip
 ADA = Engine(locked_engine()[1], "cuda", 89)
 HEAD_DIM = 128  # of the models that are served on a card: Qwen2.5-7B has 3584 / 28
-MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
 
 
 def in_engine(argv: dict[str, list[str]], card: dict[str, Any] | None, build: bool) -> dict[str, Any]:
@@ -132,7 +130,7 @@ def test_the_engine_is_configured_as_the_variant_means_it(served: Served) -> Non
 
 def test_every_layer_runs_on_the_kernel_that_the_variant_means(served: Served) -> None:
     """The backend that our own table expects (FlashAttention for BF16, FlashInfer for FP8, Triton for scales per token and head),
-    or the pinned one; AWQ on Marlin, no layer left out."""
+    or the pinned one; weights on the kernel that our table names for their format, no layer left out."""
     settings = served.settings
     on_card = settings.device.kind == "cuda"
     layers = settings.model.config["num_hidden_layers"]  # type: ignore[index]
@@ -153,22 +151,24 @@ def test_every_layer_runs_on_the_kernel_that_the_variant_means(served: Served) -
             continue
         assert sum(quantized.values()) == 4 * layers, (name, quantized)  # qkv, o, gate and up, down
         if on_card:
-            assert set(quantized) == {MARLIN}, name
+            row = weight_kernel(ADA, weight_format(recipe))
+            assert row is not None
+            assert {kernel.rsplit(".", 1)[1] for kernel in quantized} == {row.kernel}, name
 
 
-def test_a_pinned_variant_differs_from_the_fp8_one_in_nothing_but_the_cache(served: Served) -> None:
-    """What `awq-pinned` is for: the same attention backend under both dtypes."""
+def test_a_pinned_variant_differs_from_its_twin_in_nothing_but_the_cache(served: Served) -> None:
+    """What `awq-pinned` and `awq-triton` are for: the attention backend of an 8-bit cache under a 16-bit one."""
     pinned = [name for name, spec in served.specs.items() if "--attention-backend" in spec.extra_args]
     for name in pinned:
         weights = served.settings.variants[name].weights
         twins = [
             other for other, variant in served.settings.variants.items()
-            if variant.weights == weights and variant.kv_cache_dtype == "fp8" and other not in pinned
+            if variant.weights == weights and variant.kv_cache_dtype != "bfloat16"
+            and served.answers[other]["layers"]["attention_backend"] == served.answers[name]["layers"]["attention_backend"]
         ]  # fmt: skip
-        assert twins, f"{name} pins a backend, but no FP8 variant of {weights} is there to compare it with"
+        assert twins, f"{name} pins a backend, but no quantized cache on {weights} weights runs on it"
         for twin in twins:
             ours, theirs = served.answers[name]["layers"], served.answers[twin]["layers"]
-            assert ours["attention_backend"] == theirs["attention_backend"], (name, twin)
             assert ours["linear"] == theirs["linear"], (name, twin)
 
 
@@ -211,6 +211,20 @@ def test_a_kernel_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert failure_cause(answers["none"]["error"], 1).startswith(
         "no attention backend of this card keeps a fp8_ds_mla KV cache (FLASH_ATTN: kv_cache_dtype not supported"
     )
+
+
+def test_fp8_weights_on_a_card_without_fp8_units(tmp_path: Path) -> None:
+    """Before 8.9 the engine keeps activations at 16 bits and widens the weights: the kernel that our table says."""
+    settings = load_settings(["profile=rtx4090-full"])
+    write_config(settings, "fp8", tmp_path / "fp8")
+    card = RTX_4090 | {"name": "NVIDIA GeForce RTX 3090", "capability": [8, 6]}
+    argv = ["--model", str(tmp_path / "fp8"), "--skip-tokenizer-init", "--max-model-len", "8192"]
+    [answer] = in_engine({"fp8": argv}, card, build=True).values()
+    assert "error" not in answer, answer.get("error")
+    row = weight_kernel(Engine(locked_engine()[1], "cuda", 86), "float-quantized")
+    assert row is not None
+    kernels = {name.rsplit(".", 1)[1] for name in answer["layers"]["linear"] if "Unquantized" not in name}
+    assert kernels == {row.kernel}
 
 
 def test_prefix_caching_parallelism_and_pinning_arrive() -> None:

@@ -16,28 +16,33 @@ import requests
 
 from pipeline.capacity import GIB, Geometry, kv_layout
 from pipeline.capacity.layers import Attention
-from pipeline.compatibility import Engine, attention_backends
-from pipeline.compatibility.weights import capability_of
+from pipeline.compatibility import Engine, attention_backends, weight_format, weight_kernel
 from pipeline.environments import on_device
-from pipeline.gpu import GpuSampler, summarise
+from pipeline.gpu import GpuSampler, lowest_capability, summarise
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
 from pipeline.planning.scenario import rules_of
 from pipeline.results import Gpu, GpuLoad, MemoryRun, PlanRow, save
 from pipeline.serving.sampler import MetricsSampler
 from pipeline.serving.server import serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import Settings
 from pipeline.stages.context import pool_bytes
-from tests.support.dummy_start import dummy_server, dummy_spec, memory_run, planned, write_checkpoints
+from tests.support.dummy_start import (
+    PROFILE,
+    VARIANTS,
+    card_settings,
+    dummy_server,
+    dummy_spec,
+    memory_run,
+    planned,
+    write_checkpoints,
+)
 from tests.support.environments import environment_python
 
 pytestmark = pytest.mark.gpu
 
-PROFILE = "rtx4090"
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "runs" / "gpu-test" / PROFILE
-VARIANTS = ("bf16", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-kv-per-token-head")
-"""Of the profile's, those whose checkpoint is AutoAWQ's or none; the control would be the reference again."""
 ROUNDING_GIB = 0.005
 """Half of the last decimal that the log prints."""
 
@@ -61,12 +66,10 @@ class Start:
 @pytest.fixture(scope="session")
 def settings(gpu: Gpu) -> Settings:
     """The profile on the card that is there: with its own memory where it isn't the profile's."""
-    plain = load_settings([f"profile={PROFILE}"], ROOT)
+    plain = card_settings(ROOT)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) <= CARD_TOLERANCE_BYTES:
         return plain
-    return load_settings(
-        [f"profile={PROFILE}", f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}"], ROOT
-    )
+    return card_settings(ROOT, f"device.memory_gib={gpu.memory_visible_bytes / GIB:.3f}")
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +108,7 @@ def start(request: pytest.FixtureRequest, settings: Settings, folder: Path) -> I
             yield Start(settings, row, run, memory, loads[0], server.command)
 
 
+@ONCE
 def test_cuda_graphs_are_captured(start: Start) -> None:
     """Qwen2.5-7B's geometry starts with CUDA graphs through our launcher, and the log gives their memory."""
     assert "--enforce-eager" not in start.command
@@ -114,7 +118,7 @@ def test_cuda_graphs_are_captured(start: Start) -> None:
 def test_kernels_are_those_that_the_tables_name(start: Start, gpu: Gpu) -> None:
     """The engine takes the attention backend, the linear kernel and the KV dtype that doctor promised."""
     found, row = start.run.provenance, start.row
-    engine = Engine(start.settings.server.engine_version, "cuda", capability_of([gpu]))
+    engine = Engine(start.settings.server.engine_version, "cuda", lowest_capability([gpu]))
     head = _head(start.settings)
     promised = [backend.backend for backend in attention_backends(row.kv_cache_dtype, engine, head)]
     pinned = start.settings.variants[row.variant].attention_backend
@@ -123,7 +127,13 @@ def test_kernels_are_those_that_the_tables_name(start: Start, gpu: Gpu) -> None:
     if row.weights == "bf16":
         assert found.weights_kernel is None
     else:
-        assert "Marlin" in (found.weights_kernel or "") or "Machete" in (found.weights_kernel or "")
+        # The stages' own check: it names the kernel that each format is meant to run on.
+        weights = weight_format(start.settings.quantizers[row.weights])
+        row_of_kernel = weight_kernel(engine, weights)
+        assert row_of_kernel is not None and found.weights_kernel in (
+            row_of_kernel.kernel,
+            "MacheteLinearKernel",
+        )
 
 
 def test_the_pool_is_the_arithmetic_of_the_reported_terms(start: Start) -> None:
@@ -147,7 +157,7 @@ def test_the_pool_is_the_arithmetic_of_the_reported_terms(start: Start) -> None:
 
 def test_every_memory_term_lies_in_the_planned_band(start: Start, gpu: Gpu) -> None:
     """On the profile's own card weights, activations, memory outside PyTorch and CUDA graphs lie in the planner's bands."""
-    plain = load_settings([f"profile={PROFILE}"], ROOT)
+    plain = card_settings(ROOT)
     assert all(term.reported_bytes is not None for term in start.run.reconciliation)
     if abs(gpu.memory_visible_bytes - plain.device.memory_bytes) > CARD_TOLERANCE_BYTES:
         return  # overheads are one card's; the record still says what this one's are

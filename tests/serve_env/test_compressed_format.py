@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 
 from pipeline.errors import QuantgateError
-from pipeline.quantize.compressed_format import CompressedLinear, check_config, unpack_rows
+from pipeline.quantize.compressed_format import CompressedLinear, check_config, packed, unpack_rows
+from pipeline.quantize.round_to_nearest import round_to_nearest
 from pipeline.settings.schema import QuantizeRecipe
 
 OUT, IN, GROUP = 24, 64, 32
@@ -26,8 +29,8 @@ def sound() -> CompressedLinear:
         "layer",
         pack_to_int32(Q, 4),
         SCALE.bfloat16(),
-        pack_to_int32(ZERO, 4, packed_dim=0).contiguous(),
         torch.tensor([OUT, IN]),
+        pack_to_int32(ZERO, 4, packed_dim=0).contiguous(),
     )
 
 
@@ -42,7 +45,22 @@ def test_weight_is_value_minus_zero_times_scale() -> None:
     module.check(OUT, IN, GROUP)
     assert module.group_size() == GROUP
     assert torch.equal(module.dequantize(), (Q.float() - zeros) * scales)
-    assert torch.equal(module.zero_points().to(torch.int8), ZERO + 8)
+    points = module.zero_points()
+    assert points is not None and torch.equal(points.to(torch.int8), ZERO + 8)
+
+
+def test_without_zero_points_the_steps_lie_around_zero() -> None:
+    module = replace(sound(), zero_point=None)
+    module.check(OUT, IN, GROUP)
+    assert module.zero_points() is None
+    scales = SCALE.bfloat16().float().repeat_interleave(GROUP, dim=1)
+    assert torch.equal(module.dequantize(), Q.float() * scales)
+    tensors = {
+        "a.weight_packed": module.weight,
+        "a.weight_scale": module.scale,
+        "a.weight_shape": module.shape,
+    }
+    assert packed("a", tensors.__getitem__, tensors).zero_point is None
 
 
 @pytest.mark.parametrize(
@@ -59,6 +77,16 @@ def test_weight_is_value_minus_zero_times_scale() -> None:
 def test_broken_module_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(QuantgateError, match=message):
         replace(sound(), **change).check(OUT, IN, GROUP)
+
+
+def test_plain_rounding_without_zero_points_is_the_librarys() -> None:
+    """What GPTQ without zero points is compared with: compressed-tensors' own scales and rounding of the same weights."""
+    weight = torch.randn(OUT, IN, generator=GENERATOR)
+    arguments = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP)
+    groups = weight.reshape(OUT, -1, GROUP)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+    theirs = fake_quantize(weight, scale.half().float(), zero, arguments)
+    assert torch.equal(round_to_nearest(weight, 4, GROUP, zero_point=False), theirs)
 
 
 def config(**changes: object) -> dict[str, object]:
@@ -83,6 +111,7 @@ def test_config_that_the_recipe_asks_for_passes() -> None:
     ("changes", "recipe", "message"),
     [
         ({}, {"group_size": 64}, r"weights\.group_size=32, but the recipe asks for 64"),
+        ({}, {"method": "gptq", "zero_point": False}, r"weights\.symmetric=False, but the recipe asks for True"),
         ({"format": "marlin-24"}, {}, r"quantization_config\.format='marlin-24'"),
         ({"ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}, {}, r"ignore="),
         ({"config_groups": {}}, {}, "0 config_groups, the recipe makes one"),

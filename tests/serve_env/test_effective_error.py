@@ -11,7 +11,12 @@ import torch
 
 from pipeline.errors import QuantgateError
 from pipeline.models.architectures import Geometry, attention, geometry, intermediate
-from pipeline.quantize.effective_error import check_unfolded_tensors, layer_errors, relative_error
+from pipeline.quantize.effective_error import (
+    check_unfolded_tensors,
+    layer_errors,
+    plain_errors,
+    relative_error,
+)
 from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, random_weights
 
 Tensors = dict[str, Any]
@@ -143,5 +148,18 @@ def test_changed_embedding_is_refused() -> None:
     stored = {**original, "model.embed_tokens.weight": original["model.embed_tokens.weight"].roll(1, dims=0)}
     with pytest.raises(QuantgateError, match=r"model\.embed_tokens\.weight is not quantized"):
         check_unfolded_tensors(
-            geometry(LLAMA), ["model.embed_tokens.weight"], original.__getitem__, stored.__getitem__
+            ["model.embed_tokens.weight"], original.__getitem__, stored.__getitem__, folds=True
         )
+
+
+def test_what_folds_nothing_is_compared_as_it_is() -> None:
+    """The same fold that AWQ is forgiven: GPTQ and FP8 have no reason for it, so it is the error that it is."""
+    original, sizes = tensors(QWEN2), geometry(QWEN2)
+    rounded, folded = round_linears(original), fold(original, sizes)
+    for name, error in plain_errors(0, original.__getitem__, rounded.__getitem__).items():
+        assert error == relative_error(rounded[f"{name}.weight"], original[f"{name}.weight"])
+    assert max(plain_errors(0, original.__getitem__, folded.__getitem__).values()) > 0.2
+    norm = PREFIX + "input_layernorm.weight"
+    check_unfolded_tensors([norm], original.__getitem__, folded.__getitem__, folds=True)
+    with pytest.raises(QuantgateError, match=rf"{norm} is not quantized, but differs"):
+        check_unfolded_tensors([norm], original.__getitem__, folded.__getitem__, folds=False)

@@ -10,6 +10,12 @@ from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLine
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w8a8_fp8 as w8a8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w8a16_fp8 as w8a16,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_wNa16 as compressed,
 )
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
@@ -24,7 +30,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from pipeline.compatibility.attention import ATTENTION, CPU_HEADS
 from pipeline.compatibility.weights import READ_FROM, WEIGHT_KERNELS
 
-MARLIN, STOCK_CPU, PLUGIN = WEIGHT_KERNELS
+MARLIN, STOCK_CPU, PLUGIN, CUTLASS_FP8, MARLIN_FP8, TORCH_FP8 = WEIGHT_KERNELS
 
 
 def test_the_installed_engine_is_the_one_that_was_read() -> None:
@@ -40,6 +46,28 @@ def test_marlin_takes_what_the_table_says() -> None:
     assert marlin_padded_nk(24, 40, 32) == (64, 128), (
         "shapes that don't fit its tiles are padded, not refused"
     )
+
+
+def test_the_kernels_of_8_bit_floats_are_those_of_the_table() -> None:
+    """A scale per output and one per token, as the checkpoint's scheme asks for them. On this CPU the engine chooses, on cards
+    tests/contract does."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8DynamicTokenSym,
+        kFp8StaticChannelSym,
+    )
+
+    assert CUTLASS_FP8.lowest_capability == w8a8.CompressedTensorsW8A8Fp8.get_min_capability()
+    assert MARLIN_FP8.lowest_capability == w8a16.CompressedTensorsW8A16Fp8.get_min_capability()
+    for row in (CUTLASS_FP8, MARLIN_FP8, TORCH_FP8):
+        assert hasattr(linear, row.kernel)
+    with set_current_vllm_config(VllmConfig()):
+        kernel = linear.init_fp8_linear_kernel(
+            kFp8DynamicTokenSym, kFp8StaticChannelSym, torch.bfloat16, torch.bfloat16, weight_shape=(40, 24)
+        )
+    assert type(kernel).__name__ == TORCH_FP8.kernel
 
 
 @pytest.mark.parametrize("row", [STOCK_CPU, PLUGIN], ids=lambda row: row.kernel)

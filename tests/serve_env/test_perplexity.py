@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.perplexity import perplexity
+from pipeline.quantize.perplexity import perplexity, see_caches
 
 
 class FixedModel:
@@ -20,8 +20,16 @@ class FixedModel:
     def __init__(self, logits: list[float]) -> None:
         self.logits = torch.tensor(logits)
 
-    def __call__(self, ids: Any, use_cache: bool) -> Any:
-        return SimpleNamespace(logits=self.logits.expand(1, ids.shape[1], -1))
+    def __call__(self, ids: Any, use_cache: bool, logits_to_keep: int = 0) -> Any:
+        cache = (ids.tolist(), logits_to_keep) if use_cache else None
+        return SimpleNamespace(logits=self.logits.expand(1, ids.shape[1], -1), past_key_values=cache)
+
+
+def test_every_pieces_cache_is_shown_once_and_no_logits_are_asked_for() -> None:
+    seen: list[Any] = []
+    done: list[int] = []
+    see_caches(FixedModel([0.0]), [[1, 2, 3], [4]], seen.append, done.append)
+    assert (seen, done) == ([([[1, 2, 3]], 1), ([[4]], 1)], [1, 2])
 
 
 def test_uniform_model_has_the_perplexity_of_its_vocabulary() -> None:

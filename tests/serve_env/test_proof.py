@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from pipeline.models.architectures import geometry, linear_modules
 from pipeline.models.normalize import normalize_folder
 from pipeline.quantize.awq_format import pack_words
 from pipeline.quantize.base import QuantizeRequest
+from pipeline.quantize.checkpoint import Checkpoint
 from pipeline.quantize.proof import prove
 from pipeline.quantize.round_to_nearest import round_to_nearest
 from pipeline.settings.schema import QuantizeRecipe
+from tests.support.checkpoint_configs import quantization_config
 from tests.support.tiny_models import LLAMA, prose, write_model, write_texts
 
 GROUP = 64
@@ -64,6 +67,91 @@ def request_(tmp_path_factory: pytest.TempPathFactory) -> QuantizeRequest:
         heldout_file=write_texts(folder / "heldout.jsonl", prose(10, seed=2)),
         recipe=QuantizeRecipe(group_size=GROUP, clip_search=False, max_perplexity_ratio=2.0),
     )
+
+
+FP8 = {
+    "backend": "llmcompressor", "method": "fp8", "bits": 8, "group_size": None, "zero_point": False,
+    "effective_error_range": (0.018, 0.030), "layer_error_range": (0.022, 0.028),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fp8(request_: QuantizeRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantizeRequest:
+    """The same model's FP8 checkpoint."""
+    out = tmp_path_factory.mktemp("fp8") / "out"
+    shutil.copytree(request_.model_dir, out)
+    tensors = load_file(out / "model.safetensors")
+    for module in linear_modules(geometry(LLAMA)):
+        weight = tensors[f"{module}.weight"]
+        scale = weight.abs().amax(dim=1, keepdim=True) / 448
+        tensors |= {
+            f"{module}.weight": (weight / scale).to(torch.float8_e4m3fn),
+            f"{module}.weight_scale": scale,
+        }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    recipe = request_.recipe.model_copy(update=FP8)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization_config(recipe)})
+    )
+    return request_.model_copy(update={"out_dir": out, "recipe": recipe})
+
+
+def test_record_of_an_fp8_checkpoint(fp8: QuantizeRequest) -> None:
+    found = proven(fp8)
+    assert (found["bits"], found["group_size"], found["zero_point"]) == (8, None, None)
+    assert (found["format"], found["activations"]) == ("compressed-tensors", "float8_e4m3fn")
+    assert found["quantized_modules"] == {"expected": 14, "found": 14, "missing": []}
+    assert (
+        0.022
+        < min(found["effective_error"]["per_layer"])
+        < found["effective_error"]["worst"]["value"]
+        < 0.030
+    )
+    assert found["perplexity"]["round_to_nearest"] is None
+    # Its perplexity is with rounded activations: weights alone, as an engine would not run them, come to another.
+    with ExitStack() as stack:
+        plain = Checkpoint(fp8.out_dir, stack)
+        weights_only = {name: plain(name) for name in plain.names() if not name.endswith("weight_scale")}
+    dequantized = fp8.out_dir.with_name("dequantized")
+    shutil.copytree(fp8.model_dir, dequantized)
+    save_file(weights_only, dequantized / "model.safetensors", metadata={"format": "pt"})
+    again = proven(
+        fp8.model_copy(update={"model_dir": dequantized}),
+        effective_error_range=(0.0, 0.5),
+        layer_error_range=(0.0, 0.5),
+    )
+    assert again["perplexity"]["original"] != pytest.approx(found["perplexity"]["quantized"], rel=1e-5)
+    assert again["perplexity"]["quantized"] == pytest.approx(found["perplexity"]["quantized"], rel=1e-3)
+
+
+def test_faults_of_an_fp8_checkpoint_are_refused(fp8: QuantizeRequest, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj"
+
+    def poison(tensors: Tensors) -> None:
+        weight = tensors[f"{name}.weight"].float()
+        weight[0, 0] = float("nan")
+        tensors[f"{name}.weight"] = weight.to(torch.float8_e4m3fn)
+
+    def louder(tensors: Tensors) -> None:
+        tensors[f"{name}.weight_scale"] *= 1.05
+
+    def norm(tensors: Tensors) -> None:
+        tensors["model.layers.0.input_layernorm.weight"] *= 1.1
+
+    for number, (change, message) in enumerate(
+        [
+            (poison, rf"{name}\.weight: 1 of \d+ values are NaN"),
+            (
+                louder,
+                rf"1 of 14 modules have an effective weight error outside 2% to 3%; the worst is {name}",
+            ),
+            (norm, r"input_layernorm\.weight is not quantized, but differs from the original by 10"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(QuantgateError, match=message):
+            proven(changed(fp8, tmp_path / str(number), change))
 
 
 def proven(request: QuantizeRequest, **recipe: Any) -> dict[str, Any]:

@@ -20,34 +20,51 @@ from pipeline.serving.command import ServeSpec
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server, serve
 from pipeline.serving.signals import parse_log, parse_metrics, reported_capacity
-from pipeline.settings import Settings
+from pipeline.settings import Settings, load_settings
 from pipeline.stages.context import serve_spec
 from pipeline.stages.environment import describe_machine
+from tests.support.checkpoint_configs import quantization_config
 from tests.support.tiny_models import write_tokenizer
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 
 
+PROFILE = "rtx4090"
+VARIANTS = (
+    "bf16", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-triton", "awq-kv-per-token-head", "gptq", "fp8",
+)  # fmt: skip
+"""Those whose checkpoint has no KV scales; the control would be the reference again."""
+
+
+def card_settings(root: Path, *overrides: str) -> Settings:
+    """The card's profile with `VARIANTS`, some of which only its full form has: the records are of one card all the same."""
+    full = load_settings(["profile=rtx4090-full"], root)
+    names = ",".join([*VARIANTS, "bf16-again"])
+    schemes = {full.variants[name].weights for name in VARIANTS} - {"bf16"}
+    makers = [f"++quantizer_names.{scheme}={full.quantizers[scheme].name}" for scheme in sorted(schemes)]
+    asked = [f"profile={PROFILE}", f"variant_names=[{names}]", *makers]
+    return load_settings([*asked, *overrides], root)
+
+
 def write_checkpoints(settings: Settings, folder: Path) -> None:
-    """`artifacts/weights/<scheme>` below `folder` with config and tokenizer, as AutoAWQ's stage leaves them, but without weights."""
+    """`artifacts/weights/<scheme>` below `folder` with config and tokenizer, as the stages leave them, but without weights.
+
+    None for schemes with KV scales: random ones would be no scales.
+    """
     config: dict[str, Any] = dict(settings.model.config or {})
     # What conf leaves out because memory doesn't depend on it, and the engine asks for.
     config |= {
         "model_type": MODEL_TYPES[config["architectures"][0]], "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0, "hidden_act": "silu", "bos_token_id": 256, "eos_token_id": 256,
     }  # fmt: skip
-    awq = [name for name, recipe in settings.quantizers.items() if recipe.backend == "autoawq"]
-    for scheme in ("bf16", *awq):
+    made = {name: recipe for name, recipe in settings.quantizers.items() if not recipe.calibrate_kv_scales}
+    for scheme in ("bf16", *made):
         target = folder / "artifacts" / "weights" / scheme
         target.mkdir(parents=True, exist_ok=True)
         write_tokenizer(target)
         quantization = {}
-        if scheme in awq:
-            recipe = settings.quantizers[scheme]
-            quantization["quantization_config"] = {
-                "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group_size,
-                "zero_point": recipe.zero_point, "version": "gemm",
-            }  # fmt: skip
+        if scheme in made:
+            quantization["quantization_config"] = quantization_config(made[scheme])
         (target / "config.json").write_text(json.dumps(config | quantization))
 
 

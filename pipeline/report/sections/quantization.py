@@ -10,7 +10,7 @@ from pipeline.report.bundle import ResultBundle
 from pipeline.report.sections.base import Section
 from pipeline.report.table import Cell, Column, Table, figure, name, words
 from pipeline.report.wording import NOT_MEASURED, count, listing, mebibytes, number, percent, seconds
-from pipeline.results import Quantization
+from pipeline.results import CalibrationUsed, Quantization
 
 
 def section(bundle: ResultBundle) -> Section:
@@ -23,8 +23,9 @@ def section(bundle: ResultBundle) -> Section:
         "Quantization",
         [
             "Read back from the finished checkpoint: which modules are really quantized, how far the effective weights "
-            "are from the original ones (AWQ's scale folding undone), and perplexity on text that calibration never saw, "
-            "beside that of weights which are merely rounded at the same bits and group size."
+            "are from the original ones (where AWQ folded scales, with that undone), and perplexity on text that calibration "
+            "never saw, beside that of weights which are merely rounded at the same bits and group size. FP8 is plain rounding, "
+            "of activations too; its perplexity is with both."
         ],
         [proof_table(schemes)],
     )
@@ -57,7 +58,8 @@ def proof_table(schemes: Mapping[str, Quantization]) -> Table:
         "Saturated keys or values": _saturated,
         "Largest key and value": _largest,
         "Weights size": _size,
-        "Calibration": _calibration,
+        "Calibration": lambda record: _calibration(record.calibration),
+        "Calibration of the KV scales": lambda record: _calibration(record.kv_calibration),
         "Search": _search,
         "Time": lambda record: figure(
             seconds(record.wall_s), note=f"of which {seconds(record.proof_wall_s)} for the proof"
@@ -75,7 +77,8 @@ def _backend(record: Quantization) -> Cell:
 
 def _format(record: Quantization) -> Cell:
     if record.group_size is None:
-        return Cell(f"{record.bits} bit", note=record.format)
+        kind = ", a scale per output, activations rounded too" if record.activations else ""
+        return Cell(f"{record.bits} bit{kind}", note=record.format)
     kind = "with zero points" if record.zero_point else "symmetric"
     return Cell(f"{record.bits} bit, groups of {record.group_size}, {kind}", note=record.format)
 
@@ -158,8 +161,9 @@ def _size(record: Quantization) -> Cell:
     )
 
 
-def _calibration(record: Quantization) -> Cell:
-    used = record.calibration
+def _calibration(used: CalibrationUsed | None) -> Cell:
+    if used is None:
+        return Cell("none")
     kind = "chat template applied" if used.chat_template else "plain text"
     return figure(
         f"{used.effective_tokens:,} tokens",
@@ -168,9 +172,11 @@ def _calibration(record: Quantization) -> Cell:
 
 
 def _search(record: Quantization) -> Cell:
-    """What was searched; KV scales are only observed."""
+    """What was searched; KV scales are only observed, and FP8 only rounds."""
     if record.group_size is None:
         return Cell("none")
+    if record.recipe.get("method") == "gptq":
+        return Cell("rounding errors made up for (GPTQ)")
     return Cell("scales and clipping" if record.recipe.get("clip_search") else "scales")
 
 

@@ -135,6 +135,10 @@ def test_weight_bytes_of_known_checkpoints() -> None:
     assert weight_bytes(geometry(SMOLLM2)) == 269_030_016
     assert weight_bytes(geometry(SMOLLM2), WeightScheme("awq", 4, 64)) == 113_924_736
     # llm-compressor's of the same bits and groups: two INT64 more for each of 210 modules; with KV scales 4 more bytes a layer.
+    # As llm-compressor made it: bytes of the checkpoint's tensors, two 16-bit scales for each of 30 layers among them.
+    assert (
+        weight_bytes(geometry(SMOLLM2), WeightScheme("float-quantized", 8, None, False, True)) == 163_483_896
+    )
     packed = WeightScheme("pack-quantized", 4, 64)
     assert weight_bytes(geometry(SMOLLM2), packed) == 113_924_736 + 210 * 16
     assert weight_bytes(geometry(SMOLLM2), replace(packed, kv_scales=True)) == 113_924_736 + 210 * 16 + 30 * 4
@@ -159,7 +163,12 @@ def test_other_weight_schemes() -> None:
     shape = geometry(QWEN25_7B)
     whole, awq = weight_bytes(shape), weight_bytes(shape, AWQ)
     assert weight_bytes(shape, WeightScheme("gptq", 4, 128)) == awq + 28 * 4 * (6 * 3584 + 18944)
-    assert awq < weight_bytes(shape, WeightScheme("fp8")) < weight_bytes(shape, WeightScheme("w8a8")) < whole
+    assert (
+        awq
+        < weight_bytes(shape, WeightScheme("fp8"))
+        < weight_bytes(shape, WeightScheme("float-quantized"))
+        < whole
+    )
 
 
 def test_ranks_share_the_weights_and_copy_the_norms() -> None:

@@ -75,6 +75,22 @@ def test_an_architecture_that_no_backend_knows_is_named() -> None:
     assert "LlamaForCausalLM" in refusal.fix
 
 
+def test_a_method_is_its_makers() -> None:
+    [refusal] = quantizer_refusals(SMOL, Request("autoawq", 64, method="gptq"))
+    assert "autoawq makes no gptq weights" in refusal.what and "llmcompressor" in refusal.fix
+    assert quantizer_refusals(SMOL, Request("llmcompressor", 64, method="gptq")) == []
+    # A scale per output: whatever the width.
+    assert (
+        quantizer_refusals(geometry(intermediate_size=1500), Request("llmcompressor", None, method="fp8"))
+        == []
+    )
+    # GPTQ and FP8 need no rules of folding, but a proof of what they make.
+    [refusal] = quantizer_refusals(
+        geometry(architectures=["Gemma2ForCausalLM"]), Request("llmcompressor", None, method="fp8")
+    )
+    assert "nothing here proves its result" in refusal.what
+
+
 def test_calibrating_kv_scales_alone_packs_nothing() -> None:
     assert quantizer_refusals(geometry(intermediate_size=1500), Request("llmcompressor", None)) == []
 
@@ -99,6 +115,27 @@ def test_the_kernel_of_4_bit_weights(engine: Engine, kernel: str | None) -> None
         found = weight_kernel(engine, scheme_format)
         assert (found.kernel if found else None) == kernel
     assert bool(weight_refusals(QWEN, engine, "awq", 128)) == (kernel is None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kernel"),
+    [
+        (card(89), "CutlassFP8ScaledMMLinearKernel"),
+        (card(120), "CutlassFP8ScaledMMLinearKernel"),
+        (card(86), "MarlinFP8ScaledMMLinearKernel"),
+        (card(70), None),
+        (cpu(), "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+    ],
+)
+def test_the_kernel_of_8_bit_float_weights(engine: Engine, kernel: str | None) -> None:
+    found = weight_kernel(engine, "float-quantized")
+    assert (found.kernel if found else None) == kernel
+    refusals = weight_refusals(QWEN, engine, "float-quantized", None)
+    assert bool(refusals) == (kernel is None)
+    assert (
+        not refusals
+        or "8-bit float weights need compute capability 7.5, this card has 7.0" in refusals[0].what
+    )
 
 
 def test_weights_that_no_kernel_takes_are_refused_with_the_fix() -> None:

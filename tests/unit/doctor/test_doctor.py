@@ -157,18 +157,19 @@ def test_disk_counts_checkpoints_twice_and_what_must_be_built(
     free(monkeypatch, 500)
     [found] = check_disk(settings("rtx4090"))
     assert found.status == "ok"
-    # 14.2 downloaded and linked, 5.2 for each of two quantizers; DVC copies all; environments: one at 6, three for a card at 14.
+    # 14.2 downloaded and linked; 5.2 for each of three 4-bit schemes, 14.2 for 16-bit weights with KV scales, 8.1 for FP8; DVC copies
+    # all; environments: one at 6, three for a card at 14.
     for part in (
         "download 14.2",
-        "checkpoints 10.4",
-        "DVC's copies 24.6",
+        "checkpoints 37.9",
+        "DVC's copies 52.0",
         "environments (orchestrator, serve-cuda, autoawq-cuda, llmcompressor-cuda) 48.0",
     ):
         assert part in found.found
     free(monkeypatch, 90)
     [found] = check_disk(settings("rtx4090"))
     assert (found.status, found.exit_code) == ("fail", 3)
-    for scheme in ("bf16", "awq", "awq-lc-kv"):
+    for scheme in ("bf16", *settings("rtx4090").quantizers):
         (clone / "runs" / "rtx4090" / "weights" / scheme).mkdir(parents=True)
     [found] = check_disk(settings("rtx4090"))
     assert ", checkpoints " not in found.found and found.status == "ok"
@@ -381,6 +382,12 @@ def test_kernels_of_a_4090() -> None:
     assert (
         found["kernels awq-fp8kv"].found == "weights MarlinLinearKernel; fp8 KV FLASHINFER (or TRITON_ATTN)"
     )
+
+
+def test_kernels_of_fp8_weights() -> None:
+    name = "kernels fp8-fp8kv-calibrated"
+    assert kernels("rtx4090", (8, 9))[name].found.startswith("weights CutlassFP8ScaledMMLinearKernel; fp8 KV")
+    assert kernels("rtx4090", (8, 6))[name].found.startswith("weights MarlinFP8ScaledMMLinearKernel; fp8 KV")
 
 
 def test_kernels_that_an_older_card_lacks() -> None:

@@ -93,7 +93,7 @@ def promised(rung: Rung, failed: Way, layers: int) -> tuple[int, str, str | None
         return bits, "bfloat16", None, frozenset()
     if rung.change == "first and last 2 layers' KV at 16 bits":
         return bits, kv, None if kv == "fp8_per_token_head" else "checkpoint", ends
-    return 16 if rung.change == "BF16 weights" else bits, kv, scales, skipped
+    return {"BF16 weights": 16, "FP8 weights (W8A8)": 8}.get(rung.change, bits), kv, scales, skipped
 
 
 def carry_out(command: str, profile: str) -> None:
@@ -177,7 +177,9 @@ def test_every_command_makes_the_way_that_its_rung_names(
         fitting = [way for way in new if (way.bits, way.kv, way.scales, way.skipped) == wanted]
         assert fitting, (rung.change, rung.command)
         assert rung.sequences in {planner.sequences(way, rung.max_model_len) for way in fitting}
-        if " by " in rung.change:
+        if rung.change in ("4 bits by GPTQ", "FP8 weights (W8A8)"):
+            assert {way.method for way in fitting} == {"gptq" if "GPTQ" in rung.change else "fp8"}
+        elif " by " in rung.change:
             assert {way.backend for way in fitting} == {rung.change.split()[-1]}
         if rung.change.startswith("group size"):
             assert {way.group_size for way in fitting} == {int(rung.change.split()[-1])}
@@ -189,15 +191,14 @@ def test_every_command_makes_the_way_that_its_rung_names(
 
 def test_scales_for_16_bit_weights_are_named_by_the_shipped_files() -> None:
     """And what such a checkpoint can't have, another cache, is offered on plain weights."""
-    for profile in ("rtx4090", "demo"):
-        command = rungs_of(load_settings([f"profile={profile}"]), "bf16-fp8kv")[
-            "FP8 KV at calibrated scales"
-        ].command
-        assert (
-            command
-            and "add `bf16-kv: llmcompressor-kv` to quantizer_names and `bf16-fp8kv-calibrated`" in command
-        )
-        carry_out(command, profile)
+    rung = "FP8 KV at calibrated scales"
+    assert rungs_of(load_settings(["profile=rtx4090"]), "bf16-fp8kv")[rung].variant == "bf16-fp8kv-calibrated"
+    command = rungs_of(load_settings(["profile=demo"]), "bf16-fp8kv")[rung].command
+    assert (
+        command
+        and "add `bf16-kv: llmcompressor-kv` to quantizer_names and `bf16-fp8kv-calibrated`" in command
+    )
+    carry_out(command, "demo")
     settings = load_settings(["profile=rtx4090"])
     assert way_of(settings, settings.variants["bf16-fp8kv-calibrated"]).bits == 16
     found = rungs_of(settings, "bf16-fp8kv-calibrated")

@@ -478,7 +478,10 @@ def test_calibration_and_held_out_text_are_apart() -> None:
     ("script", "names"),
     [
         (TEAM_DEMO / "build.py", ["items.jsonl", "short.jsonl"]),
-        (CALIBRATION / "build.py", ["calibration.jsonl", "heldout.jsonl"]),
+        (
+            CALIBRATION / "build.py",
+            ["calibration.jsonl", "heldout.jsonl", "chats.jsonl", "heldout-chats.jsonl"],
+        ),
     ],
     ids=["team-demo", "calibration"],
 )

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserInputError
+from pipeline.files import sha256_file
 from pipeline.quality.tasks import refuse_leaks
 from pipeline.quantize.base import QuantizeRequest
-from pipeline.quantize.calibration import calibration_pieces, encode, pack_tokens, refuse_overlap
+from pipeline.quantize.calibration import (
+    calibration_pieces,
+    coverage_pieces,
+    encode,
+    kv_pieces,
+    pack_tokens,
+    refuse_overlap,
+)
 from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from pipeline.texts import Text, read_texts
@@ -141,6 +149,8 @@ def test_record_counts_what_went_in(tmp_path: Path) -> None:
     pieces, record = calibration_pieces(asked, Tokenizer())
     assert [len(piece) for piece in pieces] == [16] * 4
     assert record == {
+        "file": str(asked.calibration_file),
+        "sha256": sha256_file(asked.calibration_file),
         "texts": 2,
         "chats": 1,
         "chat_template": True,
@@ -149,6 +159,33 @@ def test_record_counts_what_went_in(tmp_path: Path) -> None:
         "effective_tokens": 64,
         "sequence_tokens": 16,
     }
+
+
+def test_kv_scales_have_sequences_of_their_own(tmp_path: Path) -> None:
+    kv = {"backend": "llmcompressor", "calibrate_kv_scales": True}
+    lines = [{"id": f"t{n}", "text": f"{n}" * 40} for n in range(10)]
+    asked = request(tmp_path, *lines, **kv, kv_samples=2, kv_sequence_tokens=128)
+    pieces, record = kv_pieces(asked, Tokenizer())
+    assert [len(piece) for piece in pieces] == [128] * 2
+    assert (record["effective_tokens"], record["sequence_tokens"]) == (256, 128)
+    assert len(calibration_pieces(asked, Tokenizer())[0][0]) == 16
+    with pytest.raises(
+        UserInputError, match=r"fill sequences of kv_sequence_tokens=512; min_effective_tokens=48"
+    ):
+        kv_pieces(request(tmp_path, *lines, **kv, kv_samples=2, kv_sequence_tokens=512), Tokenizer())
+
+
+def test_coverage_is_judged_at_the_length_of_the_calibration(tmp_path: Path) -> None:
+    """As long as held-out text reaches; never shorter than a window of its perplexity."""
+    kv = {"backend": "llmcompressor", "calibrate_kv_scales": True}
+    for length, wanted in ((1024, [1024] * 4), (4096, [4096]), (64, [256] * 16), (8192, [8192])):
+        asked = request(tmp_path, **kv, kv_samples=2, kv_sequence_tokens=length)
+        write(tmp_path / "heldout.jsonl", *({"id": f"h{n}", "text": f"{n}" * 999} for n in range(10)))
+        found = [len(piece) for piece in coverage_pieces(asked, Tokenizer())]
+        assert found == (wanted if length < 8192 else found) and sum(found) <= 2 * 4096
+    write(tmp_path / "heldout.jsonl", {"id": "a", "text": "x" * 600}, {"id": "b", "text": "y" * 400})
+    asked = request(tmp_path, **kv, kv_samples=2, kv_sequence_tokens=8192)
+    assert [len(piece) for piece in coverage_pieces(asked, Tokenizer())] == [1001]
 
 
 def test_one_short_line_is_refused_with_both_counts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,15 @@ from pipeline.models.architectures import geometry
 from pipeline.quantize import room
 from pipeline.quantize.base import backend, check_request, check_size, quantize
 from pipeline.settings.schema import QuantizeRecipe
-from tests.support.geometries import SMOLLM2
+from tests.support.geometries import QWEN25_7B, SMOLLM2
 from tests.support.quantize_requests import tiny_request
 from tests.support.tiny_models import prose, write_model, write_texts
+
+GPTQ: dict[str, Any] = {"backend": "llmcompressor", "method": "gptq", "clip_search": False}
+FP8: dict[str, Any] = {
+    "backend": "llmcompressor", "method": "fp8", "bits": 8, "group_size": None, "zero_point": False, "clip_search": False,
+}  # fmt: skip
+KV_TEXT = {"kv_samples": 4, "kv_sequence_tokens": 2048}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,7 @@ from tests.support.tiny_models import prose, write_model, write_texts
         {"group_size": 48},
         {"zero_point": False},
         {"backend": "gptq"},
+        {"method": "rtn"},
         {"samples": 0},
         {"sequence_tokens": 8},
         {"max_perplexity_ratio": 1.0},
@@ -55,6 +63,22 @@ def test_impossible_recipes_are_refused(bad: dict[str, Any]) -> None:
         ),
         ({"bits": 16, "group_size": None}, "bits 16 leaves nothing to do"),
         ({"group_size": None}, "group_size None at 4 bits"),
+        ({"zero_point": False}, "zero_point false with method awq"),
+        ({"bits": 8}, "bits 8 with method awq: must be 4 or 16"),
+        ({"method": "gptq"}, "method gptq: autoawq makes awq only; set backend to llmcompressor"),
+        (GPTQ | {"clip_search": True}, "clip_search true: gptq cuts no weights"),
+        (GPTQ | {"bits": 8, "group_size": None}, "bits 8 with method gptq: must be 4"),
+        (FP8 | {"bits": 4, "group_size": 128}, "bits 4 with method fp8: must be 8"),
+        (FP8 | {"group_size": 128}, "group_size 128 at 8 bits: must be 32, 64 or 128 at 4 bits, else null"),
+        (FP8 | {"zero_point": True}, "zero_point true with method fp8: a float has its sign"),
+        (FP8 | {"max_share_of_rounding_loss": 1.0}, "with method fp8: it is plain rounding; set it to null"),
+        (FP8 | {"clip_search": True}, "clip_search true: fp8 cuts no weights"),
+        (
+            GPTQ | {"calibrate_kv_scales": True, "kv_samples": 4},
+            "kv_samples and kv_sequence_tokens go together",
+        ),
+        (GPTQ | KV_TEXT, "are for KV scales beside weights that have text of their own"),
+        (FP8 | KV_TEXT | {"calibrate_kv_scales": True}, "set samples and sequence_tokens"),
         (
             {"backend": "llmcompressor", "clip_search": False, "bits": 16, "calibrate_kv_scales": True},
             "group_size 128 at 16 bits",
@@ -66,9 +90,35 @@ def test_what_a_backend_cannot_do_is_refused_by_key(bad: dict[str, Any], message
         QuantizeRecipe(**bad)
 
 
-def test_recipe_survives_json() -> None:
-    recipe = QuantizeRecipe(group_size=64, samples=8, sequence_tokens=128)
+@pytest.mark.parametrize("given", [{"group_size": 64, "samples": 8, "sequence_tokens": 128}, GPTQ, FP8])
+def test_recipe_survives_json(given: dict[str, Any]) -> None:
+    recipe = QuantizeRecipe(**given)
     assert QuantizeRecipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
+
+
+def test_a_method_brings_its_own_believable_errors() -> None:
+    ranges = [
+        (recipe.effective_error_range, recipe.layer_error_range) for recipe in map(make, (GPTQ, FP8, {}))
+    ]
+    assert len(set(ranges)) == 3
+    # Plain e4m3 rounding of evenly spread and of log-evenly spread weights, see BELIEVABLE_ERRORS.
+    (low, high), (layer_low, layer_high) = ranges[1]
+    for rms in ((7 / 3) ** 0.5, (3 / (2 * math.log(2))) ** 0.5):
+        assert low < layer_low < 0.125 / 12**0.5 / rms < layer_high < high
+    assert make(FP8 | {"effective_error_range": (0.0, 0.5)}).effective_error_range == (0.0, 0.5)
+
+
+def test_what_text_is_read_for() -> None:
+    assert not make(FP8).searches_weights and make(GPTQ).searches_weights
+    assert make(GPTQ | {"samples": 8, "sequence_tokens": 128, "calibrate_kv_scales": True}).kv_text == (
+        8,
+        128,
+    )
+    assert make(GPTQ | {"calibrate_kv_scales": True} | KV_TEXT).kv_text == (4, 2048)
+
+
+def make(given: dict[str, Any]) -> QuantizeRecipe:
+    return QuantizeRecipe(**given)
 
 
 @pytest.mark.parametrize("name", ["autoawq", "llmcompressor"])
@@ -170,3 +220,24 @@ def test_room_grows_with_the_model_and_its_calibration(tmp_path: Path) -> None:
     large = room.room_for(sizes, QuantizeRecipe(group_size=64, samples=64, sequence_tokens=512))
     assert large.memory_bytes - small.memory_bytes == 4 * (64 * 512 - 16 * 128) * (8 * 576 + 2 * 1536)
     assert large.disk_bytes == small.disk_bytes > 113_924_736
+
+
+def test_room_of_the_other_methods() -> None:
+    """FP8 reads no text; GPTQ holds a layer's Hessians; long sequences for KV scales pass whole, and nothing of them is kept."""
+    sizes, short = geometry(QWEN25_7B, "Qwen2.5-7B"), {"samples": 64, "sequence_tokens": 256}
+    awq, gptq, fp8, kv = (
+        room.room_for(sizes, recipe, on_cuda=True)
+        for recipe in (
+            make(GPTQ | {"method": "awq"} | short),
+            make(GPTQ | short),
+            make(FP8),
+            make(FP8 | {"calibrate_kv_scales": True, "samples": 4, "sequence_tokens": 8192}),
+        )
+    )
+    assert awq.card_bytes and gptq.card_bytes and fp8.card_bytes and kv.card_bytes
+    # The Hessian of 18,944 inputs alone takes 1.44 GB, and is there three times.
+    assert 2 * 2**30 < gptq.card_bytes - awq.card_bytes < 5 * 2**30
+    assert fp8.card_bytes < awq.card_bytes
+    assert kv.card_bytes - fp8.card_bytes == 2 * 8192 * (8 * 3584 + 2 * 18944)
+    assert max(gptq.card_bytes, kv.card_bytes) < 23.2 * 2**30, "what a 4090 without a desktop has free"
+    assert fp8.disk_bytes > gptq.disk_bytes == awq.disk_bytes

@@ -40,6 +40,23 @@ def test_scales_alone_are_no_search() -> None:
     assert cell.text == "none"
 
 
+def test_each_method_says_what_it_did_and_what_it_read() -> None:
+    sample = quantization("fp8-kv", "llmcompressor")
+    fp8 = sample.model_copy(
+        update={
+            "bits": 8, "group_size": None, "zero_point": None, "activations": "float8_e4m3fn", "calibration": None,
+            "kv_calibration": sample.calibration, "recipe": {"method": "fp8"},
+        }
+    )  # fmt: skip
+    gptq = quantization("gptq").model_copy(update={"recipe": {"method": "gptq", "clip_search": False}})
+    found = {row[0].text: (row[1], row[2]) for row in proof_table({"fp8-kv": fp8, "gptq": gptq}).rows}
+    assert found["Checkpoint"][0].text == "8 bit, a scale per output, activations rounded too"
+    assert found["Checkpoint"][1].text == "4 bit, groups of 64, with zero points"
+    assert [cell.text for cell in found["Search"]] == ["none", "rounding errors made up for (GPTQ)"]
+    assert [cell.text for cell in found["Calibration"]] == ["none", "1,024 tokens"]
+    assert [cell.text for cell in found["Calibration of the KV scales"]] == ["1,024 tokens", "none"]
+
+
 def test_what_is_left_unquantized_is_listed_layers_alike_together() -> None:
     left = {f"model.layers.{layer}.mlp.gate": "bfloat16" for layer in range(48)}
     left |= {"lm_head": "bfloat16", "model.embed_tokens": "bfloat16"}

@@ -6,6 +6,7 @@ its first lines.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,17 +123,40 @@ def test_the_slow_kernel_is_refused_on_a_card(name: str, kernel: str) -> None:
     with pytest.raises(
         EngineFailedError, match=rf"awq: the engine runs its 4-bit weights on {kernel} instead of Marlin"
     ):
-        check_weight_kernel(SPEC, True, parse_log(text(name)), LOG)
+        check_weight_kernel(SPEC, "awq", 89, parse_log(text(name)), LOG)
 
 
 def test_marlin_plain_weights_a_cpu_and_a_named_kernel_are_not() -> None:
     slow = parse_log(text("0.32-awq-fallback"))
-    check_weight_kernel(SPEC, True, parse_log(text("0.32-rtx4090-awq")), LOG)
-    check_weight_kernel(SPEC, False, slow, LOG)
-    check_weight_kernel(SPEC, True, parse_log(""), LOG)
-    check_weight_kernel(replace(SPEC, extra_args=("--linear-backend", "conch")), True, slow, LOG)
+    check_weight_kernel(SPEC, "awq", 89, parse_log(text("0.32-rtx4090-awq")), LOG)
+    check_weight_kernel(SPEC, "none", 89, slow, LOG)
+    check_weight_kernel(SPEC, "pack-quantized", 89, parse_log(""), LOG)
+    check_weight_kernel(replace(SPEC, extra_args=("--linear-backend", "conch")), "awq", 89, slow, LOG)
     on_cpu = replace(SPEC, target="cpu", gpu_memory_utilization=None, kv_cache_memory_bytes=1)
-    check_weight_kernel(on_cpu, True, slow, LOG)
+    check_weight_kernel(on_cpu, "awq", None, slow, LOG)
+
+
+CUTLASS, MARLIN_FP8 = "CutlassFP8ScaledMMLinearKernel", "MarlinFP8ScaledMMLinearKernel"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "said"),
+    [
+        (89, CUTLASS, None),
+        (None, CUTLASS, None),
+        (86, MARLIN_FP8, None),
+        (89, MARLIN_FP8, f"its 8-bit float weights on {MARLIN_FP8} instead of {CUTLASS}"),
+        (89, "ChannelWiseTorchFP8ScaledMMLinearKernel", f"instead of {CUTLASS}"),
+        (86, CUTLASS, f"on {CUTLASS} instead of {MARLIN_FP8}"),
+    ],
+)
+def test_fp8_weights_belong_on_the_units_that_the_card_has(
+    capability: int | None, kernel: str, said: str | None
+) -> None:
+    log = parse_log(f"INFO Selected {kernel} for CompressedTensorsW8A8Fp8")
+    assert log.weights_kernel == kernel
+    with contextlib.nullcontext() if said is None else pytest.raises(EngineFailedError, match=said):
+        check_weight_kernel(SPEC, "float-quantized", capability, log, LOG)
 
 
 @pytest.mark.parametrize("name", ["0.32-rtx4090-awq", "0.33-one-line", "0.19-awq-marlin"])

@@ -130,8 +130,23 @@ def test_a_pinned_attention_backend_is_read_from_the_flags(
 
 def test_the_rtx4090_has_its_variants_and_eval_sets() -> None:
     settings = load_settings(["profile=rtx4090"], ROOT)
-    wanted = {"bf16", "bf16-again", "bf16-fp8kv", "awq", "awq-pinned", "awq-fp8kv", "awq-kv-per-token-head"}
+    full = load_settings(["profile=rtx4090-full"], ROOT)
+    # Quantizer and scales can be told apart, and the cache's dtype from its kernel.
+    wanted = {
+        "bf16",
+        "bf16-again",
+        "bf16-fp8kv",
+        "bf16-fp8kv-calibrated",
+        "awq",
+        "awq-lc",
+        "awq-fp8kv",
+        "awq-fp8kv-calibrated",
+    }
+    wanted |= {"awq-triton", "awq-kv-per-token-head"}
     assert wanted <= set(settings.variants)
+    assert set(full.variants) == set(settings.variants) | {"awq-pinned", "gptq", "fp8"}
+    own = {"profile", "variants", "quantizers", "hand_calculation", "choices"}
+    assert full.model_dump(exclude=own) == settings.model_dump(exclude=own)
     assert (settings.server.max_model_len, settings.policy.required_sequences) == (8192, 60)
     own, further = settings.evalset.own_tasks, settings.evalset.further
     assert [task.task for task in own] == ["team_demo", "team_demo_short"]

@@ -63,6 +63,20 @@ def test_proofs_stand_side_by_side() -> None:
     assert columns["proof/round_to_nearest_ratio"] == [1.3427, 1.3427]
 
 
+def test_a_scheme_that_read_no_text_has_none_in_its_columns() -> None:
+    """FP8 weights: null, not zero tokens; with KV scales the text is theirs."""
+    bundle = sample_results()
+    used = bundle.quantizations["awq"].calibration
+    for of_kv, sha256 in ((None, None), (used, used and used.sha256)):
+        bundle.quantizations["awq"] = bundle.quantizations["awq"].model_copy(
+            update={"calibration": None, "kv_calibration": of_kv}
+        )
+        columns = proof_columns(bundle)
+        assert (columns["proof/calibration_tokens"][0], columns["calibration_sha256"][0]) == (None, sha256)
+        assert columns["proof/kv_calibration_tokens"][0] == (None if of_kv is None else 1024)
+        variant_content(bundle, "awq")
+
+
 def test_kv_scales_are_figures_and_none_is_no_zero() -> None:
     """Of two schemes, one with calibrated scales, so that they are missing in one row of the table and in one kind of run."""
     bundle = sample_results()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,10 @@ from pipeline.results import Decision, Gate, Rung
 from pipeline.verdict.ladder import Known, Way, blamed, ladder, quality_decision, with_ladders
 from tests.unit.verdict.test_decide import verdict as sample_verdict
 
-AWQ = Way("awq", 4, "bfloat16", backend="autoawq", group_size=128, samples=64)
-AWQ_ONE = Way("awq", 4, "fp8", "one", backend="autoawq", group_size=128, samples=64)
-CALIBRATED = Way("lc", 4, "fp8", "checkpoint", backend="llmcompressor", group_size=128, samples=64)
-PER_TOKEN = Way("awq", 4, "fp8_per_token_head", backend="autoawq", group_size=128, samples=64)
+AWQ = Way("awq", 4, "bfloat16", backend="autoawq", group_size=128, samples=64, method="awq")
+AWQ_ONE = replace(AWQ, kv="fp8", scales="one")
+CALIBRATED = replace(AWQ, weights="lc", kv="fp8", scales="checkpoint", backend="llmcompressor")
+PER_TOKEN = replace(AWQ, kv="fp8_per_token_head")
 BF16 = Way("bf16", 16, "bfloat16")
 BF16_ONE = Way("bf16", 16, "fp8", "one")
 
@@ -112,13 +113,30 @@ def test_the_weights_rungs() -> None:
     own = known("awq", AWQ, "NO-GO")
     rungs = ladder(own, [known("bf16", BF16), own], Plain())
     assert changes(rungs) == [
-        "the same format by llmcompressor", "group size 64", "group size 32", "128 calibration sequences instead of 64",
-        "FP8 weights (W8A8)", "BF16 weights",
+        "the same format by llmcompressor", "4 bits by GPTQ", "group size 64", "group size 32",
+        "128 calibration sequences instead of 64", "FP8 weights (W8A8)", "BF16 weights",
     ]  # fmt: skip
-    assert (rungs[4].variant, rungs[4].command) == (None, None)  # nothing here makes them
-    assert rungs[5].variant == "bf16"
+    assert all(rung.command for rung in rungs[:-1])
+    assert rungs[-1].variant == "bf16"
     few = ladder(own, [own], Plain(refused=["llmcompressor"], fp8_weights=False))
     assert changes(few)[0] == "group size 64" and "FP8 weights (W8A8)" not in changes(few)
+
+
+def test_gptq_is_not_offered_another_gptq_and_fp8_has_nothing_to_search() -> None:
+    gptq = replace(AWQ, weights="gptq", backend="llmcompressor", method="gptq")
+    own = known("gptq", gptq, "NO-GO")
+    # AutoAWQ makes no GPTQ; what the profile runs of the next rungs is named only where it is made the same way.
+    found = ladder(own, [known("bf16", BF16), known("awq", AWQ), own], Plain())
+    assert changes(found)[0] == "group size 64" and "4 bits by GPTQ" not in changes(found)
+    assert {rung.variant for rung in found[:-1]} == {None}
+    fp8 = Way("fp8", 8, "bfloat16", backend="llmcompressor", method="fp8")
+    own = known("fp8", fp8, "NO-GO")
+    assert changes(ladder(own, [known("bf16", BF16), own], Plain())) == ["BF16 weights"]
+    offered = ladder(
+        known("awq", AWQ, "NO-GO"), [known("bf16", BF16), known("fp8", fp8), known("gptq", gptq)], Plain()
+    )
+    named = {rung.change: rung.variant for rung in offered}
+    assert (named["FP8 weights (W8A8)"], named["4 bits by GPTQ"]) == ("fp8", "gptq")
 
 
 @pytest.mark.parametrize(
