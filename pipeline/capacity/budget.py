@@ -22,6 +22,13 @@ class Term:
     value_bytes: int
     low_bytes: int
     high_bytes: int
+    driver: str = ""
+    """What it was computed from, in a few words; equal drivers make equal terms of one model on one card."""
+    source: str = ""
+    runs: int = 0
+    """Own measured runs on this card behind the figures; 0: computed or published ones."""
+    model_bytes: int | None = None
+    """What the model says where a measured figure stands in its place; None: the value is the model's own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low_bytes <= self.value_bytes <= self.high_bytes:
@@ -34,15 +41,26 @@ class Term:
     def exact(cls, name: str, value_bytes: int) -> Term:
         return cls(name, value_bytes, value_bytes, value_bytes)
 
+    @property
+    def certain(self) -> bool:
+        """Exact, or measured on this card: outside its band something is wrong. Else the band itself may be."""
+        return self.runs > 0 or self.low_bytes == self.high_bytes
+
 
 @dataclass(frozen=True)
 class Card:
-    """V, u and A + O of one device; `held_bytes` is what others (a desktop, a second process) hold of it."""
+    """V, u and A + O of one device; `held_bytes` is what others (a desktop, a second process) hold of it.
+
+    Two things lie outside u*V: the engine's `context`, made before it looks how much is free (vLLM 0.32 v1/worker/gpu_worker.py,
+    init_device), and `workspace_bytes`, taken once the pool has its size.
+    """
 
     memory_bytes: int
     utilization: float
     overheads: tuple[Term, ...]
     held_bytes: int = 0
+    context: Term = Term("context", 0, 0, 0)
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -61,14 +79,24 @@ class Card:
         return math.ceil(self.memory_bytes * self.utilization)
 
     @property
+    def free_bytes(self) -> int:
+        """What the engine finds free when it has its context."""
+        return self.memory_bytes - self.held_bytes - self.context.value_bytes
+
+    @property
     def startable(self) -> bool:
-        """The engine refuses to start where less than that is free."""
-        return self.requested_bytes <= self.memory_bytes - self.held_bytes
+        """The engine refuses to start where less than it requests is free."""
+        return self.requested_bytes <= self.free_bytes
+
+    @property
+    def left_outside_bytes(self) -> int:
+        """What stays free beside its share, its context and its workspace; negative: it will run out of memory."""
+        return self.free_bytes - self.requested_bytes - self.workspace_bytes
 
     @property
     def highest_utilization(self) -> float:
         """The largest utilization, in whole hundredths, that still starts beside what others hold."""
-        return math.floor(100 * (self.memory_bytes - self.held_bytes) / self.memory_bytes) / 100
+        return max(0, math.floor(100 * self.free_bytes / self.memory_bytes)) / 100
 
     @property
     def overhead_bytes(self) -> int:

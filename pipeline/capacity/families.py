@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from pipeline.capacity.geometry import Geometry, Reader
+from pipeline.capacity.geometry import Geometry, Images, Reader
 from pipeline.capacity.layers import Attention, FeedForward, LatentAttention, Layer, Mixer, Recurrent
 from pipeline.errors import UserInputError
 
@@ -106,7 +107,11 @@ def _qwen3(config: Reader) -> Geometry:
 def _mixtral(config: Reader) -> Geometry:
     heads, kv_heads, head_dim = _heads(config, kv_default=8)
     window = config.size("sliding_window") if config.has("sliding_window") else None
-    experts = FeedForward(config.size("intermediate_size"), experts=config.size("num_local_experts"))
+    experts = FeedForward(
+        config.size("intermediate_size"),
+        experts=config.size("num_local_experts"),
+        taken=config.size("num_experts_per_tok", 2),
+    )
     return _geometry(config, _repeat(config, Attention(heads, kv_heads, head_dim, window), experts))
 
 
@@ -117,7 +122,11 @@ def _qwen3_moe(config: Reader) -> Geometry:
             "mlp_only_layers", "or decoder_sparse_step mixes dense and expert layers, which isn't modelled"
         )
     heads, kv_heads, head_dim = _heads(config)
-    experts = FeedForward(config.size("moe_intermediate_size"), experts=config.size("num_experts"))
+    experts = FeedForward(
+        config.size("moe_intermediate_size"),
+        experts=config.size("num_experts"),
+        taken=config.size("num_experts_per_tok", 8),
+    )
     return _geometry(config, _repeat(config, Attention(heads, kv_heads, head_dim, qk_norm=True), experts))
 
 
@@ -167,10 +176,14 @@ def _gemma3_text(config: Reader, architecture: str | None = None, whole: bool = 
 
 def _gemma3(config: Reader) -> Geometry:
     """The multimodal checkpoints: the decoder under text_config, beside a vision tower that holds no KV."""
-    return _gemma3_text(config.inner("text_config"), config.architecture, whole=False)
+    vision = config.get("vision_config")
+    size = Reader(vision, f"{config.where}: vision_config").size("image_size", 896) if vision else 896
+    images = Images(config.size("mm_tokens_per_image", 256), 3 * size * size)
+    return replace(_gemma3_text(config.inner("text_config"), config.architecture, whole=False), images=images)
 
 
 def _gpt_oss(config: Reader) -> Geometry:
+    """Its MXFP4 experts run in kernels without workspaces: none is `taken`."""
     heads, kv_heads, head_dim = _heads(config)
     base = Attention(heads, kv_heads, head_dim, bias=True, output_bias=True, sinks=True)
     mixers = _windowed(config, _layer_kinds(config, 2, 1), config.size("sliding_window"), base)
@@ -206,6 +219,7 @@ def _deepseek(config: Reader) -> Geometry:
         width,
         experts=config.size("n_routed_experts"),
         shared_intermediate=width * int(config.get("n_shared_experts") or 0),
+        taken=config.size("num_experts_per_tok", 6),
     )
     first = int(config.get("first_k_dense_replace") or 0)
     return _geometry(config, [Layer(mixer, dense if i < first else experts, norms) for i in range(layers)])
@@ -245,6 +259,7 @@ def _qwen3_next(config: Reader) -> Geometry:
         experts=config.size("num_experts"),
         shared_intermediate=config.size("shared_expert_intermediate_size"),
         shared_gate=True,
+        taken=config.size("num_experts_per_tok", 10),
     )
     mixers = [attention if kind == FULL else delta for kind in kinds]
     return _geometry(config, [Layer(mixer, experts, 2 * hidden) for mixer in mixers])
@@ -280,6 +295,7 @@ def _granite_hybrid(config: Reader) -> Geometry:
             config.size("intermediate_size"),
             experts=config.size("num_local_experts"),
             shared_intermediate=config.size("shared_intermediate_size"),
+            taken=config.size("num_experts_per_tok", 1),
         )
     else:
         mlp = FeedForward(config.size("shared_intermediate_size"))

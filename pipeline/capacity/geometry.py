@@ -16,6 +16,16 @@ from pipeline.errors import UserInputError
 
 
 @dataclass(frozen=True)
+class Images:
+    """What one image is to the decoder and to the vision tower."""
+
+    tokens: int
+    """Embeddings that it becomes."""
+    values: int
+    """Of its pixels, all channels."""
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Widths of a decoder and its layers in order. All counts positive."""
 
@@ -28,6 +38,8 @@ class Geometry:
     layers: tuple[Layer, ...]
     computable_weights: bool = True
     """False: the config describes more than the decoder (a vision tower), so only a checkpoint can be counted."""
+    images: Images | None = None
+    """None: it takes none."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> Geometry:

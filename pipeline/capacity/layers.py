@@ -132,6 +132,9 @@ class FeedForward:
     shared_intermediate: int = 0
     shared_gate: bool = False
     router_bias: bool = False
+    taken: int = 0
+    """Experts that one token goes through, in kernels that keep every token's copies at hand between the two products; 0: dense, or
+    kernels that don't."""
 
     def linears(self, hidden: int) -> Iterator[Linear]:
         if not self.experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.errors import EnvironmentUnfitError, QuantgateError
 from pipeline.gpu import NoDriver, Nvml, chosen, open_nvml
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
-from pipeline.planning.scenario import card_of
+from pipeline.planning.card import empty_card
 from pipeline.results import Gpu, GpuProcess
 from pipeline.settings import Settings
 
@@ -101,18 +102,28 @@ def _memory(settings: Settings, gpu: Gpu) -> Check:
 
 
 def _held(settings: Settings, gpu: Gpu, nvml: Nvml) -> Check:
-    card, held, free = card_of(settings), nvml.held_bytes(gpu), nvml.free_bytes(gpu)
+    """What others hold, against what the engine asks for once its own context is on the card too (`Card.context`)."""
+    card, held, free = empty_card(settings), nvml.held_bytes(gpu), nvml.free_bytes(gpu)
+    context = card.context
     processes = nvml.processes(gpu)
     who = ", ".join(map(_named, processes)) or "no process that the driver names"
     found = f"{held / GIB:.2f} GiB are taken ({who}), {free / GIB:.2f} free"
-    asks = int(gpu.memory_visible_bytes * card.utilization)
-    if asks > free:
-        most = int(100 * free / gpu.memory_visible_bytes) / 100
-        ends = f"end {processes[0].name or f'pid {processes[0].pid}'}" if processes else "free the card"
+    share = f"{card.utilization} of {gpu.memory_visible_bytes / GIB:.2f} GiB"
+    asks = math.ceil(gpu.memory_visible_bytes * card.utilization)
+    most = max(0, math.floor(100 * (free - context.high_bytes) / gpu.memory_visible_bytes)) / 100
+    ends = f"end {processes[0].name or f'pid {processes[0].pid}'}" if processes else "free the card"
+    fix = f"{ends}, or set device.memory_utilization to {most} at most"
+    if asks > free - context.low_bytes:
+        beside = f" beside its own context of {context.low_bytes / GIB:.2f} GiB" if context.low_bytes else ""
         return unfit(
+            "memory held by others", f"{found}; the engine asks for {share}{beside} and refuses to start", fix
+        )
+    if asks > free - context.high_bytes:
+        return warn(
             "memory held by others",
-            f"{found}; the engine asks for {card.utilization} of {gpu.memory_visible_bytes / GIB:.2f} GiB and refuses to start",
-            f"{ends}, or set device.memory_utilization to {most} at most",
+            f"{found}; the engine asks for {share} beside its own context of {context.low_bytes / GIB:.2f} to "
+            f"{context.high_bytes / GIB:.2f} GiB, and may refuse to start",
+            fix,
         )
     if held > card.held_bytes + HELD_TOLERANCE_BYTES:
         return warn(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.capacity import GIB, Card, Geometry, Row
+from pipeline.capacity import GIB, Card, Geometry, Row, Term
 from pipeline.capacity.levers import Answer, Planner, Setup
+from pipeline.planning.card import backend_of, card_for, card_of, empty_card
 from pipeline.planning.scenario import (
     by_hand_of,
-    card_of,
     geometry_of,
     row_of,
     rules_of,
@@ -38,20 +38,25 @@ def plan_of(
     """
     counted = counted or {}
     device, server = settings.device, settings.server
-    geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
+    geometry, rules = geometry_of(settings), rules_of(settings)
     required = settings.policy.required_sequences
-    planner = Planner(geometry, weights_by_cards(settings, geometry, counted), card, rules)
+    weights = weights_by_cards(settings, geometry, counted)
+    planner = Planner(geometry, weights, lambda setup: card_for(settings, geometry, setup), rules)
     rows = plan_rows(settings, counted)
+    cards = {row.variant: card_of(settings, settings.variants[row.variant]) for row in rows}
     variants = []
     for row in rows:
-        found = _row(row, required)
+        card = cards[row.variant]
+        found = _row(row, required) | _memory(settings, geometry, row, card)
         found["by_hand"] = _by_hand(by_hand_of(settings, row, card))
-        found["longest_for_required"] = planner.longest(_setup(settings, row), required)
+        own = Planner(geometry, weights, card, rules)
+        found["longest_for_required"] = own.longest(_setup(settings, row), required)
         found["weights_counted"] = row.weights in counted
         found["workload"] = None if lengths is None else _workload(row, lengths)
         variants.append(found)
     quantized = next(iter(settings.quantizers), None)
     start = Setup("bf16", "bfloat16", server.max_model_len, device.memory_utilization, server.tensor_parallel)
+    empty = empty_card(settings)
     return {
         "profile": settings.profile,
         "model": settings.model.name,
@@ -61,16 +66,10 @@ def plan_of(
         "memory_gib": device.memory_gib,
         "held_gib": device.held_gib,
         "memory_utilization": device.memory_utilization,
-        "startable": card.startable,
-        "highest_utilization": card.highest_utilization,
-        "overheads": [
-            {
-                "name": term.name, "gib": term.gib, "low_gib": term.low_gib, "high_gib": term.high_gib,
-                "source": term.source, "runs": term.runs,
-            }
-            for term in settings.overheads.for_version(server.engine_version)
-        ],
-        "overhead_gib": round(card.overhead_bytes / GIB, 3),
+        "context_gib": round(empty.context.value_bytes / GIB, 3),
+        "startable": empty.startable,
+        "highest_utilization": empty.highest_utilization,
+        "overheads": _overheads(cards),
         "max_model_len": server.max_model_len,
         "block_size": server.block_size,
         "tensor_parallel": server.tensor_parallel,
@@ -80,15 +79,15 @@ def plan_of(
         "variants": variants,
         "levers": _levers(planner.answer(start, required, quantized, "fp8", RAISED_UTILIZATION)),
         "long_context": _long_context(geometry, rows),
-        "utilization_0_99": _too_high(settings, planner, card, rows),
+        "utilization_0_99": _too_high(settings, geometry, weights, cards, rows),
     }  # fmt: skip
 
 
 def plan_rows(settings: Settings, counted: Mapping[str, int] | None = None) -> list[Row]:
     """The row of every variant; the A/A control's would be the reference's again."""
-    geometry, card = geometry_of(settings), card_of(settings)
+    geometry = geometry_of(settings)
     return [
-        row_of(settings, variant, geometry, card, (counted or {}).get(variant.weights))
+        row_of(settings, variant, geometry, card_of(settings, variant), (counted or {}).get(variant.weights))
         for name, variant in settings.variants.items()
         if name != settings.control
     ]
@@ -186,21 +185,65 @@ def _long_context(geometry: Geometry, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _too_high(settings: Settings, planner: Planner, card: Card, rows: list[Row]) -> dict[str, Any] | None:
+def _memory(settings: Settings, geometry: Geometry, row: Row, card: Card) -> dict[str, Any]:
+    """What of the card a variant takes beside weights and pool."""
+    variant = settings.variants[row.variant]
+    on_card = settings.device.kind == "cuda"
+    return {
+        "attention_backend": backend_of(settings, geometry, variant.kv_cache_dtype, variant.attention_backend)
+        if on_card
+        else None,
+        "overhead_gib": round(card.overhead_bytes / GIB, 3),
+        "workspace_gib": round(card.workspace_bytes / GIB, 3),
+        "left_outside_gib": round(card.left_outside_bytes / GIB, 3),
+    }
+
+
+def _overheads(cards: Mapping[str, Card]) -> list[dict[str, Any]]:
+    """Every term once, with the variants that have it so."""
+    found: dict[Term, list[str]] = {}
+    for variant, card in cards.items():
+        for term in card.overheads:
+            found.setdefault(term, []).append(variant)
+    order = list(dict.fromkeys(term.name for term in found))
+    return [
+        {
+            "name": term.name,
+            "gib": round(term.value_bytes / GIB, 3),
+            "low_gib": round(term.low_bytes / GIB, 3),
+            "high_gib": round(term.high_bytes / GIB, 3),
+            "driver": term.driver,
+            "source": term.source,
+            "runs": term.runs,
+            "variants": variants,
+        }
+        for term, variants in sorted(found.items(), key=lambda item: order.index(item[0].name))
+    ]
+
+
+def _too_high(
+    settings: Settings,
+    geometry: Geometry,
+    weights: Mapping[str, Callable[[int], int]],
+    cards: Mapping[str, Card],
+    rows: list[Row],
+) -> dict[str, Any] | None:
     """Why not 0.99: what it would bring, and what would be left for everything that isn't in the budget."""
     if settings.device.emulated:
         return None
     best = max(rows, key=lambda row: row.pool.fitting_sequences)
-    setup = _setup(settings, best)
+    card, setup = cards[best.variant], _setup(settings, best)
+    planner = Planner(geometry, weights, card, rules_of(settings))
     raised = Setup(setup.weights, setup.kv_cache_dtype, setup.max_model_len, TOO_HIGH, setup.cards)
+    high = replace(card, utilization=TOO_HIGH)
     spike = best.budget.bytes - best.budget.low_bytes
-    free = card.memory_bytes - card.held_bytes
     return {
         "utilization": TOO_HIGH,
         "variant": best.variant,
+        "starts": high.startable,
         "sequences": planner.sequences(raised),
         "gained_sequences": planner.sequences(raised) - best.pool.fitting_sequences,
-        "left_outside_gib": round((free - TOO_HIGH * card.memory_bytes) / GIB, 2),
-        "left_outside_now_gib": round((free - card.requested_bytes) / GIB, 2),
+        "left_outside_gib": round(high.left_outside_bytes / GIB, 2),
+        "left_outside_now_gib": round(card.left_outside_bytes / GIB, 2),
         "overheads_may_exceed_gib": round(spike / GIB, 2),
     }

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.capacity import GIB, Term
 from pipeline.capacity.reconcile import Residual, explain_mismatch, reconcile
 from pipeline.errors import EngineFailedError
-from pipeline.planning.scenario import card_of
 from pipeline.results import BudgetTerm, Capacity, PlanRow
 from pipeline.serving.signals import LogSignals, MetricsSnapshot, reported_capacity
-from pipeline.settings import Settings
 
 
-def reconciled(
-    settings: Settings, row: PlanRow, log: LogSignals, metrics: MetricsSnapshot
-) -> tuple[Capacity, list[BudgetTerm]]:
+def reconciled(row: PlanRow, log: LogSignals, metrics: MetricsSnapshot) -> tuple[Capacity, list[BudgetTerm]]:
     """The row's capacity with the engine's figures, and the terms of its budget, planned and reported.
 
-    Raises `EngineFailedError` where log and metrics disagree, and where the pool lies outside the planned band: then the
-    message names the term that is off.
+    Where the pool lies outside the planned band because of a term that was computed but never measured on this card, the record says
+    so and the run goes on: the band is what isn't known. Raises `EngineFailedError` where log and metrics disagree, and where what
+    is off was exact or measured here.
     """
     tokens, sequences = reported_capacity(log, metrics)
-    residuals = reconcile(card_of(settings), row.weight_bytes, log.memory_gib)
+    residuals = reconcile(terms_of(row), log.memory_gib)
     planned = row.capacity
-    band = planned.predicted_tokens_band
+    band, wrong = planned.predicted_tokens_band, None
     if planned.predicted_tokens is not None and band is not None:
-        wrong = explain_mismatch(planned.predicted_tokens, band, tokens, residuals)
-        if wrong is not None:
-            raise EngineFailedError(wrong)
+        budget = _budget_gib(planned, log)
+        wrong = explain_mismatch(planned.predicted_tokens, band, tokens, residuals, budget)
+        if wrong is not None and wrong.settled:
+            raise EngineFailedError(wrong.text)
     capacity = planned.model_copy(
         update={
+            "disagreement": None if wrong is None else wrong.text,
             "reported_tokens": tokens,
             "reported_sequences": sequences,
             "reported_fitting_sequences": _fitting(planned, metrics.num_gpu_blocks, sequences),
@@ -38,16 +38,43 @@ def reconciled(
     return capacity, budget_terms(residuals)
 
 
+def terms_of(row: PlanRow) -> list[Term]:
+    """The terms that a row was planned with, the weights first."""
+    return [
+        Term(
+            term.name,
+            term.predicted_bytes,
+            term.low_bytes,
+            term.high_bytes,
+            term.driver,
+            runs=term.runs,
+            model_bytes=term.model_bytes,
+        )
+        for term in row.terms
+    ]
+
+
+def _budget_gib(planned: Capacity, log: LogSignals) -> tuple[float, float] | None:
+    """The pool's memory, planned and as the log has it."""
+    reported = log.memory_gib.get("available_kv_cache_gib")
+    if reported is None or planned.kv_budget_bytes is None:
+        return None
+    return planned.kv_budget_bytes / GIB, reported
+
+
 def budget_terms(residuals: Sequence[Residual]) -> list[BudgetTerm]:
     """Planned and reported terms as a result file keeps them."""
     return [
         BudgetTerm(
             name=found.name,
-            predicted_bytes=found.predicted,
-            low_bytes=found.low,
-            high_bytes=found.high,
+            predicted_bytes=found.term.value_bytes,
+            low_bytes=found.term.low_bytes,
+            high_bytes=found.term.high_bytes,
             reported_bytes=found.reported,
             within=found.within,
+            driver=found.term.driver,
+            runs=found.term.runs,
+            model_bytes=found.term.model_bytes,
             note=found.note,
         )
         for found in residuals

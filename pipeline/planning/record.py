@@ -17,12 +17,17 @@ def record_of(settings: Settings, variant: VariantSettings, row: Row, card: Card
         kv_cache_dtype=variant.kv_cache_dtype,
         weight_bytes=row.weight_bytes,
         overhead_bytes=card.overhead_bytes,
+        context_bytes=card.context.value_bytes,
+        workspace_bytes=card.workspace_bytes,
         terms=[
             BudgetTerm(
                 name=term.name,
                 predicted_bytes=term.value_bytes,
                 low_bytes=term.low_bytes,
                 high_bytes=term.high_bytes,
+                driver=term.driver,
+                runs=term.runs,
+                model_bytes=term.model_bytes,
             )
             for term in planned_terms(card, row.weight_bytes)
         ],

@@ -44,15 +44,25 @@ def _heading(plan: dict[str, Any]) -> list[str]:
     cards = f"{ranks} x " if ranks > 1 else ""
     lines = [
         f"{plan['model']} on {cards}{plan['device']}{emulated}, vLLM {plan['engine_version']}",
-        f"{plan['memory_utilization']} x {plan['memory_gib']} GiB, overhead {plan['overhead_gib']:.2f} GiB, "
+        f"{plan['memory_utilization']} x {plan['memory_gib']} GiB, overhead {_overhead_range(plan)} GiB, "
         f"{plan['max_model_len']:,} tokens per sequence, {plan['required_sequences']} sequences wanted",
     ]
     if not plan["startable"]:
+        beside = f" beside its own context of {plan['context_gib']:.2f}" if plan["context_gib"] else ""
         lines.append(
-            f"The engine won't start: others hold {plan['held_gib']} GiB, so the utilization can be at most "
+            f"The engine won't start: others hold {plan['held_gib']} GiB{beside}, so the utilization can be at most "
             f"{plan['highest_utilization']:.2f}"
         )
+    elif short := [row["variant"] for row in plan["variants"] if row["left_outside_gib"] < 0]:
+        lines.append(
+            f"The engine starts and may run out of memory with {', '.join(short)}: its context and workspaces don't fit beside its share"
+        )
     return lines
+
+
+def _overhead_range(plan: dict[str, Any]) -> str:
+    sizes = sorted({f"{row['overhead_gib']:.2f}" for row in plan["variants"]}, key=float)
+    return sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
 
 
 def _band(row: dict[str, Any]) -> str:
@@ -181,27 +191,50 @@ def _workload(plan: dict[str, Any]) -> list[str]:
 
 def _too_high(plan: dict[str, Any]) -> list[str]:
     found = plan["utilization_0_99"]
-    left = found["left_outside_gib"]
-    if left < 0:
+    if not found["starts"]:
+        held = f"others hold {plan['held_gib']} GiB and " if plan["held_gib"] else ""
         return [
-            f"Why not utilization {found['utilization']}: it doesn't start, others hold {plan['held_gib']} GiB of the card."
+            f"Why not utilization {found['utilization']}: it doesn't start, {held}the engine's own context takes "
+            f"{plan['context_gib']:.2f} of the card's {plan['memory_gib']} GiB. At {plan['memory_utilization']} "
+            f"{found['left_outside_now_gib']:.2f} GiB are left outside its share; its own overheads may come out "
+            f"{found['overheads_may_exceed_gib']:.2f} GiB above what is planned, and a desktop takes 1 to 2."
         ]
     return [
         f"Why not utilization {found['utilization']}: {found['variant']} would gain {found['gained_sequences']} sequences, and "
-        f"{left:.2f} GiB would be left outside the engine's share instead of {found['left_outside_now_gib']:.2f}; its own overheads "
-        f"may come out {found['overheads_may_exceed_gib']:.2f} GiB above what is planned, and a desktop takes 1 to 2."
+        f"{found['left_outside_gib']:.2f} GiB would be left outside the engine's share instead of {found['left_outside_now_gib']:.2f}; its "
+        f"own overheads may come out {found['overheads_may_exceed_gib']:.2f} GiB above what is planned, and a desktop takes 1 to 2."
     ]
 
 
 def _overheads(plan: dict[str, Any]) -> list[str]:
+    every = [row["variant"] for row in plan["variants"]]
     body = [
         [
-            term["name"], f"{term['gib']:.2f}", f"{term['low_gib']:.2f}–{term['high_gib']:.2f}",
-            f"{term['runs']} runs of ours" if term["runs"] else "none of our own runs",
+            term["name"], f"{term['gib']:.2f}", f"{term['low_gib']:.2f}–{term['high_gib']:.2f}", term["driver"] or "a fixed figure",
+            "" if term["variants"] == every else ", ".join(term["variants"]), _measured_by(term),
         ]
         for term in plan["overheads"]
     ]  # fmt: skip
-    return table(["overhead", "GiB", "band", "measured by"], body)
+    lines = table(["overhead", "GiB", "band", "of", "only in", "measured by"], body)
+    workspaces: dict[float, list[str]] = {}
+    for row in plan["variants"]:
+        if row["workspace_gib"]:
+            workspaces.setdefault(row["workspace_gib"], []).append(row["variant"])
+    outside = [
+        f"FlashInfer's workspace of {gib:.2f} GiB ({', '.join(variants)})"
+        for gib, variants in workspaces.items()
+    ]
+    if plan["context_gib"]:
+        outside.insert(0, f"the engine's own context of {plan['context_gib']:.2f} GiB")
+    if outside:
+        lines.append(f"Outside the engine's share of the card: {', '.join(outside)}.")
+    return lines
+
+
+def _measured_by(term: dict[str, Any]) -> str:
+    if term["runs"]:
+        return f"{term['runs']} runs of ours"
+    return "exact" if term["low_gib"] == term["high_gib"] else "none of our own runs"
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.capacity import Geometry, WeightScheme, rank_weight_bytes
+from pipeline.capacity import Card, Geometry, WeightScheme, rank_weight_bytes
 from pipeline.capacity.layers import Attention
 from pipeline.capacity.levers import Planner, Setup
 from pipeline.compatibility import (
@@ -22,7 +22,8 @@ from pipeline.compatibility import (
     weight_refusals,
 )
 from pipeline.gpu import lowest_capability
-from pipeline.planning.scenario import card_of, rules_of, scheme_of
+from pipeline.planning.card import card_for
+from pipeline.planning.scenario import rules_of, scheme_of
 from pipeline.results import Environment
 from pipeline.settings import Settings, VariantSettings
 from pipeline.verdict.ladder import MAKER, Way
@@ -60,7 +61,7 @@ class ProfileOutlook:
         self, settings: Settings, geometry: Geometry, machine: Environment, counted: Mapping[str, int]
     ) -> None:
         self._settings, self._geometry, self._counted = settings, geometry, counted
-        self._card, self._rules = card_of(settings), rules_of(settings)
+        self._rules = rules_of(settings)
         server, device = settings.server, settings.device
         capability = lowest_capability(machine.gpus)
         self._engine = Engine(
@@ -220,7 +221,12 @@ class ProfileOutlook:
         return None
 
     def _planner(self, way: Way) -> Planner:
-        return Planner(self._geometry, {"": lambda cards: self._bytes(way, cards)}, self._card, self._rules)
+        scheme = self._scheme(way)
+
+        def card(setup: Setup) -> Card:
+            return card_for(self._settings, self._geometry, setup, scheme)
+
+        return Planner(self._geometry, {"": lambda cards: self._bytes(way, cards)}, card, self._rules)
 
     def _setup(self, way: Way, max_model_len: int) -> Setup:
         settings = self._settings
@@ -228,18 +234,19 @@ class ProfileOutlook:
         return Setup("", way.kv, max_model_len, utilization, cards, way.skipped)
 
     def _bytes(self, way: Way, cards: int) -> int:
+        if way.weights is not None and way.weights in self._counted and cards == 1:
+            return self._counted[way.weights]
+        return rank_weight_bytes(self._geometry, self._scheme(way), cards)[0]
+
+    def _scheme(self, way: Way) -> WeightScheme:
         if way.weights is not None:
-            if way.weights in self._counted and cards == 1:
-                return self._counted[way.weights]
-            return rank_weight_bytes(self._geometry, scheme_of(self._settings, way.weights), cards)[0]
+            return scheme_of(self._settings, way.weights)
         scales = way.scales == "checkpoint"
         if way.bits == 16:
-            scheme = WeightScheme("none", kv_scales=scales)
-        else:
-            maker, method = (MAKER if scales else way.backend or "autoawq"), way.method or "awq"
-            form = QUANTIZERS[maker].formats[method]
-            scheme = WeightScheme(form, way.bits, way.group_size, method != "fp8", scales)
-        return rank_weight_bytes(self._geometry, scheme, cards)[0]
+            return WeightScheme("none", kv_scales=scales)
+        maker, method = (MAKER if scales else way.backend or "autoawq"), way.method or "awq"
+        form = QUANTIZERS[maker].formats[method]
+        return WeightScheme(form, way.bits, way.group_size, method != "fp8", scales)
 
 
 def _recipe(way: Way) -> dict[str, Any]:

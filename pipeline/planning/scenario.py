@@ -12,7 +12,6 @@ from pipeline.capacity import (
     Geometry,
     HandCalculation,
     Row,
-    Term,
     WeightScheme,
     explain,
     plan_row,
@@ -36,17 +35,6 @@ def geometry_of(settings: Settings) -> Geometry:
     if settings.model.config is None:
         raise UserInputError(f"{where} is missing; `plan` needs the geometry of the model's config.json")
     return Geometry.from_config(settings.model.config, where)
-
-
-def card_of(settings: Settings) -> Card:
-    """The device with its overheads for the profile's engine version."""
-    device = settings.device
-    terms = settings.overheads.for_version(settings.server.engine_version)
-    overheads = tuple(
-        Term(term.name, *(int(value * GIB) for value in (term.gib, term.low_gib, term.high_gib)))
-        for term in terms
-    )
-    return Card(device.memory_bytes, device.memory_utilization, overheads, int(device.held_gib * GIB))
 
 
 def rules_of(settings: Settings) -> EngineRules:

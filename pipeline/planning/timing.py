@@ -16,10 +16,11 @@ from pipeline.capacity.layers import Attention
 from pipeline.environments.needed import environments_of
 from pipeline.errors import UserInputError
 from pipeline.load.slo import search_plans, slo_of
+from pipeline.planning.card import card_of
 from pipeline.planning.load_time import LoadTime, load_time
 from pipeline.planning.record import record_of
 from pipeline.planning.roofline import Lengths, Roofline
-from pipeline.planning.scenario import card_of, geometry_of, row_of, scheme_of
+from pipeline.planning.scenario import geometry_of, row_of, scheme_of
 from pipeline.planning.scoring_lengths import Scored, scored_tasks
 from pipeline.quality.batching import batching_of
 from pipeline.quality.sequential import critical_values, plan_looks
@@ -154,7 +155,7 @@ def profile_time(settings: Settings) -> ProfileTime | None:
     device = settings.device
     if device.memory_bandwidth_gb_s is None or device.dense_16bit_tflops is None:
         return None
-    geometry, card = geometry_of(settings), card_of(settings)
+    geometry = geometry_of(settings)
     tasks = scored_tasks(settings.evalset)
     return ProfileTime(
         {name: _environment_s(name) for name in environments_of(settings)},
@@ -162,7 +163,8 @@ def profile_time(settings: Settings) -> ProfileTime | None:
         {name: _quantize_s(settings, geometry, name) for name in settings.quantizers},
         KERNELS_S if device.kind == "cuda" else 0.0,
         tuple(
-            _variant_time(settings, variant, geometry, card, tasks) for variant in settings.variants.values()
+            _variant_time(settings, variant, geometry, card_of(settings, variant), tasks)
+            for variant in settings.variants.values()
         ),
     )
 

@@ -37,6 +37,10 @@ class Capacity(Record):
         description="whole sequences that really fit: floor((blocks - 1) / blocks per sequence); one block is the "
         "engine's null block"
     )
+    disagreement: str | None = Field(
+        default=None,
+        description="why the reported pool lies outside the planned band, by a term that nobody measured on this card; null: it doesn't",
+    )
     reported_tokens: int | None = Field(description="from the engine's log, agreed with its metrics")
     reported_sequences: float | None = Field(description="from the engine's log")
     reported_fitting_sequences: int | None = Field(
@@ -59,6 +63,15 @@ class BudgetTerm(Record):
         default=None, description="from the engine's log; null where it doesn't say"
     )
     within: bool | None = Field(default=None, description="whether the reported value lies in the band")
+    driver: str = Field(default="", description="what the planned figure was computed from")
+    runs: int = Field(
+        default=0,
+        description="own measured runs on this card behind the planned figure; 0: computed or published",
+    )
+    model_bytes: int | None = Field(
+        default=None,
+        description="what the model says where a measured figure is planned with; null: the planned one is the model's",
+    )
     note: str = ""
 
 
@@ -78,6 +91,12 @@ class PlanRow(Record):
     kv_cache_dtype: str
     weight_bytes: int
     overhead_bytes: int
+    context_bytes: int = Field(
+        default=0, description="the engine's own context, outside its share: others may hold so much less"
+    )
+    workspace_bytes: int = Field(
+        default=0, description="what the engine takes after it has sized the pool, outside its share"
+    )
     terms: list[BudgetTerm] = Field(default_factory=list)
     by_hand: HandRow | None = None
     capacity: Capacity

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Name = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="becomes part of file names")
-]
+from pipeline.settings.overheads import OverheadSettings
+from pipeline.settings.strict import Name, Strict
+
 GIB = 1024**3
-
-
-class Strict(BaseModel):
-    """Base of all settings: unknown keys are errors, values don't change once checked."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class PackageSource(Strict):
@@ -78,6 +72,11 @@ class DeviceSettings(Strict):
         ge=0,
         description="GiB that others hold: a desktop takes 1 to 2, a server without one none",
     )
+    compute_capability: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,2}\.\d$",
+        description="of a card, such as 8.9: which attention backend a plan counts with; null: the first that any card would take",
+    )
     memory_bandwidth_gb_s: float | None = Field(
         default=None, gt=0, description="of its memory, GB/s by the data sheet; null: no time is estimated"
     )
@@ -96,62 +95,6 @@ class DeviceSettings(Strict):
         if self.held_gib >= self.memory_gib:
             raise ValueError(f"held_gib {self.held_gib} leaves nothing of memory_gib {self.memory_gib}")
         return self
-
-
-class OverheadTerm(Strict):
-    """One memory term beside weights and KV, with the band it is believed to lie in."""
-
-    name: Literal["buffers", "activation", "non_torch", "cuda_graphs", "emulated"] = Field(
-        description="buffers: what loading adds to the checkpoint's bytes; the others as the engine's log names them"
-    )
-    engine_versions: str = Field(description="PEP 440 specifier of the engine versions it holds for")
-    gib: float = Field(ge=0, description="expected, GiB")
-    low_gib: float = Field(ge=0)
-    high_gib: float = Field(ge=0)
-    source: str = Field(min_length=1, description="where the figures are from")
-    runs: int = Field(
-        default=0, ge=0, description="own measured runs behind the figures; 0: published ones only"
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> OverheadTerm:
-        from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
-        if not self.low_gib <= self.gib <= self.high_gib:
-            raise ValueError(
-                f"{self.name}: low_gib {self.low_gib}, gib {self.gib} and high_gib {self.high_gib} must rise"
-            )
-        try:
-            SpecifierSet(self.engine_versions)
-        except InvalidSpecifier:
-            raise ValueError(
-                f"{self.name}: engine_versions {self.engine_versions!r} is no version specifier, e.g. '>=0.20'"
-            ) from None
-        return self
-
-    def holds_for(self, version: str) -> bool:
-        from packaging.specifiers import SpecifierSet
-
-        return SpecifierSet(self.engine_versions).contains(version, prereleases=True)
-
-
-class OverheadSettings(Strict):
-    """A + O of one device, as a table by engine version."""
-
-    name: Name
-    device: Name = Field(description="the device that they are of")
-    terms: tuple[OverheadTerm, ...] = Field(min_length=1)
-
-    def for_version(self, version: str) -> tuple[OverheadTerm, ...]:
-        """The terms that hold for an engine version; a term given twice for it, or none at all, is a ValueError."""
-        found = tuple(term for term in self.terms if term.holds_for(version))
-        names = [term.name for term in found]
-        if not found or len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(
-                f"{'terms given twice for' if twice else 'no term for'} engine version {version}{': ' if twice else ''}{', '.join(twice)}"
-            )
-        return found
 
 
 class HandSettings(Strict):
@@ -792,6 +735,10 @@ class Settings(Strict):
         if self.evalset.batching == "invariant" and self.device.kind == "cpu":
             raise ValueError(
                 "evalset.batching invariant needs a card of compute capability 8.0 or more; on a CPU take served or serial"
+            )
+        if self.overheads.model is not None and self.device.kind != "cuda":
+            raise ValueError(
+                f"overheads {self.overheads.name!r} have a model, which is of cards; the device {self.device.name!r} is a {self.device.kind}"
             )
         if self.overheads.device != self.device.name:
             raise ValueError(

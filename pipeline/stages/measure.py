@@ -64,9 +64,11 @@ def run(settings: Settings, name: str) -> None:
         said = parse_log(server.log_text())
         check_served(settings, variant, spec, said, server.log_path)
         metrics = parse_metrics(server.metrics_text())
-        capacity, terms = reconciled(settings, row, said, metrics)
+        capacity, terms = reconciled(row, said, metrics)
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
+        if capacity.disagreement is not None:
+            print(f"{name}: {capacity.disagreement}", file=sys.stderr)
         with (
             GpuSampler(server.gpus) as read_gpus,
             MetricsSampler(server.base_url, SAMPLE_INTERVAL_S, read_gpus) as sampler,

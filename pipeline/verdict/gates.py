@@ -34,7 +34,7 @@ def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
     """Did the arithmetic predict the engine's pool: to the token where nothing has a band, else within it?
 
     A disagreement is INCONCLUSIVE, not NO-GO: one of the two numbers is wrong, and until it is known which, neither the
-    plan nor the capacity gate can be believed.
+    plan nor the capacity gate can be believed. It names the term where the band was computed and never measured on this card.
     """
     rule = Rule("capacity-agreement", 0, "tokens")
     if measurement is None:
@@ -49,6 +49,11 @@ def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
     if low <= reported <= high:
         return rule.says(
             "GO", difference, f"the engine reports {reported} tokens, within the planned {low} to {high}"
+        )
+    if measurement.capacity.disagreement is not None:
+        return rule.cannot_run(
+            f"{measurement.capacity.disagreement}; `quantgate calibrate` takes this run's figures into the plan",
+            difference,
         )
     blocks = difference / measurement.capacity.block_size
     why = (
