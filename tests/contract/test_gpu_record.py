@@ -12,8 +12,10 @@ from typing import cast
 
 import pytest
 
+from pipeline.capacity import GIB
 from pipeline.gpu import read_gpus
 from pipeline.planning.calibrate import calibrate
+from pipeline.planning.card import card_of
 from pipeline.results import Gpu, GpuLoad, GpuMemory, save
 from pipeline.serving.command import ServeSpec, build_command
 from pipeline.serving.server import Server
@@ -103,12 +105,12 @@ def test_a_start_as_planned_passes_the_cards_tests(
 @pytest.mark.parametrize(
     ("old", "new", "failing"),
     [
-        ("0.98 GiB for peak activation", "2.98 GiB for peak activation", "the_pool_is_the_arithmetic"),
-        ("282,928 tokens", "280,000 tokens", "the_pool_is_the_arithmetic"),
+        ("0.62 GiB for peak activation", "2.62 GiB for peak activation", "the_pool_is_the_arithmetic"),
+        ("291,280 tokens", "288,000 tokens", "the_pool_is_the_arithmetic"),
         ("for CUDAGraph memory", "for something else", "cuda_graphs_are_captured"),
         ("Using FLASH_ATTN attention", "Using FLEX_ATTENTION attention", "kernels"),
         ("Using MarlinLinearKernel", "Using ConchLinearKernel", "kernels"),
-        ("5.66 GiB for consumed", "6.66 GiB for consumed", "every_memory_term"),
+        ("5.57 GiB for consumed", "6.57 GiB for consumed", "every_memory_term"),
     ],
 )
 def test_another_start_fails_them(
@@ -148,8 +150,15 @@ def test_the_records_become_the_cards_overheads(
         files.append(save(tmp_path / "records" / f"{name}.json", start.run))
     path, text = calibrate(settings, files, root)
     again = load_settings(["profile=rtx4090", f"overheads={path.stem}"], root)
-    terms = {term.name: term for term in again.overheads.for_version("0.32.0")}
-    assert {name: term.runs for name, term in terms.items()} == dict.fromkeys(terms, len(VARIANTS))
-    # The logs are told with the published overheads, so those come back, to the log's two digits.
-    for term in settings.overheads.for_version("0.32.0"):
-        assert terms[term.name].gib == pytest.approx(term.gib, abs=0.01), text
+    runs: dict[str, list[int]] = {}
+    for row in again.overheads.for_version("0.32.0"):
+        runs.setdefault(row.name, []).append(row.runs)
+    # Graphs differ by attention backend: two of the variants run on FlashInfer.
+    assert runs == {"buffers": [4], "activation": [4], "non_torch": [4], "cuda_graphs": [2, 2]}
+    for name in VARIANTS:
+        computed = card_of(settings, settings.variants[name]).overheads
+        measured = card_of(again, again.variants[name]).overheads
+        for before, after in zip(computed, measured, strict=True):
+            # The logs are told with the computed overheads, so those come back, to the log's two digits.
+            assert after.value_bytes == pytest.approx(before.value_bytes, abs=GIB // 80), text
+            assert after.certain

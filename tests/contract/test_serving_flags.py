@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline.compatibility import Engine, attention_backends, weight_format, weight_kernel
-from pipeline.planning.scenario import card_of, geometry_of, row_of
+from pipeline.planning.card import card_of
+from pipeline.planning.scenario import geometry_of, row_of
 from pipeline.results import Capacity, PlanRow
 from pipeline.serving.command import ServeSpec, build_command, build_environment
 from pipeline.serving.engine import locked_engine
@@ -79,7 +80,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "weights_folder", lambda scheme: folder / scheme)
         for name, variant in settings.variants.items():
-            budget = row_of(settings, variant, geometry_of(settings), card_of(settings)).budget.bytes
+            card = card_of(settings, variant)
+            budget = row_of(settings, variant, geometry_of(settings), card).budget.bytes
             row = PlanRow.model_construct(capacity=Capacity.model_construct(kv_budget_bytes=budget))
             specs[name] = context.serve_spec(settings, variant, row)
     argv = {

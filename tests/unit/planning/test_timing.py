@@ -15,10 +15,11 @@ from pipeline.errors import UserInputError
 from pipeline.load.judge import boundary
 from pipeline.load.metrics import Limits
 from pipeline.load.slo import Slo, search_plans
+from pipeline.planning.card import card_of
 from pipeline.planning.load_time import _search_to_s, lengths_of
 from pipeline.planning.render_time import duration, headline, markdown
 from pipeline.planning.roofline import Lengths, Roofline
-from pipeline.planning.scenario import card_of, geometry_of, row_of
+from pipeline.planning.scenario import geometry_of, row_of
 from pipeline.planning.scoring_lengths import scored_tasks
 from pipeline.planning.timing import ProfileTime, engine_of, guarded_time, profile_time
 from pipeline.settings import Settings, load_settings
@@ -60,8 +61,8 @@ def test_a_published_sweep_on_this_card_is_met(streams: int, seen_rps: float) ->
 def test_a_published_offline_run_is_met_on_the_fast_side(rtx4090: Settings) -> None:
     """DeepSeek-R1-Distill-Qwen-7B, this profile's geometry, 300 requests of 100 + 600 tokens at once: 5.96 requests/s
     (databasemart.com, "RTX4090 vLLM Benchmark"; vLLM's 256 sequences at a time, so that the last 44 run nearly alone)."""
-    geometry, card = geometry_of(rtx4090), card_of(rtx4090)
-    engine = engine_of(rtx4090, geometry, row_of(rtx4090, rtx4090.variants["bf16"], geometry, card))
+    geometry, bf16 = geometry_of(rtx4090), rtx4090.variants["bf16"]
+    engine = engine_of(rtx4090, geometry, row_of(rtx4090, bf16, geometry, card_of(rtx4090, bf16)))
     found_rps = 300 / engine.drained_s(300, 256, Lengths.of([100], [600]))
     assert 5.96 < found_rps < 5.96 * 1.25
 
