@@ -22,6 +22,10 @@ class Term:
     value_bytes: int
     low_bytes: int
     high_bytes: int
+    driver: str = ""
+    """What it comes from, in a few words."""
+    calibrated: bool = False
+    """Whether it was measured on this card, so that lying outside the band is an error and no news."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low_bytes <= self.value_bytes <= self.high_bytes:
@@ -32,17 +36,27 @@ class Term:
 
     @classmethod
     def exact(cls, name: str, value_bytes: int) -> Term:
-        return cls(name, value_bytes, value_bytes, value_bytes)
+        return cls(name, value_bytes, value_bytes, value_bytes, calibrated=True)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.low_bytes == self.value_bytes == self.high_bytes
 
 
 @dataclass(frozen=True)
 class Card:
-    """V, u and A + O of one device; `held_bytes` is what others (a desktop, a second process) hold of it."""
+    """V, u and A + O of one device; `held_bytes` is what others (a desktop, a second process) hold of it.
+
+    Beside u*V the engine has memory that no budget counts: `context_bytes`, taken before it looks how much is free (vLLM 0.32
+    v1/worker/gpu_worker.py: the CUDA context comes before init_snapshot), and `workspace_bytes`, taken after it has sized its pool.
+    """
 
     memory_bytes: int
     utilization: float
     overheads: tuple[Term, ...]
     held_bytes: int = 0
+    context_bytes: int = 0
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -62,13 +76,23 @@ class Card:
 
     @property
     def startable(self) -> bool:
-        """The engine refuses to start where less than that is free."""
-        return self.requested_bytes <= self.memory_bytes - self.held_bytes
+        """The engine refuses to start where less than that is free once it has its own context."""
+        return self.requested_bytes <= self.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the engine finds free: all but what others hold and its own context."""
+        return self.memory_bytes - self.held_bytes - self.context_bytes
+
+    @property
+    def left_outside_bytes(self) -> int:
+        """What stays free beside its share and its workspace: the room for spikes. Negative: it will run out."""
+        return self.free_bytes - self.requested_bytes - self.workspace_bytes
 
     @property
     def highest_utilization(self) -> float:
         """The largest utilization, in whole hundredths, that still starts beside what others hold."""
-        return math.floor(100 * (self.memory_bytes - self.held_bytes) / self.memory_bytes) / 100
+        return math.floor(100 * self.free_bytes / self.memory_bytes) / 100
 
     @property
     def overhead_bytes(self) -> int:

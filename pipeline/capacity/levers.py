@@ -64,21 +64,23 @@ class Answer:
 class Planner:
     """Answers capacity questions about one model on cards of one kind.
 
-    `weights`: scheme -> tensor_parallel -> bytes per rank. `dtypes`: base first, then the smaller one.
+    `weights`: scheme -> tensor_parallel -> bytes per rank. `card`: one, or KV dtype and tensor_parallel -> one, as overheads depend on
+    both.
     """
 
     def __init__(
         self,
         geometry: Geometry,
         weights: Mapping[str, Callable[[int], int]],
-        card: Card,
+        card: Card | Callable[[str, int], Card],
         rules: EngineRules,
     ) -> None:
-        self._geometry, self._weights, self._card, self._rules = geometry, weights, card, rules
+        self._geometry, self._weights, self._rules = geometry, weights, rules
+        self._card_for: Callable[[str, int], Card] = (lambda *_: card) if isinstance(card, Card) else card
 
     def pool(self, setup: Setup) -> KvPool:
         """The pool of a setup; an empty one where the weights leave nothing."""
-        card = replace(self._card, utilization=setup.utilization)
+        card = replace(self._card_for(setup.kv_cache_dtype, setup.cards), utilization=setup.utilization)
         budget = card.budget(self._weights[setup.weights](setup.cards)).bytes
         layout = kv_layout(
             self._geometry, setup.kv_cache_dtype, self._rules, setup.cards, skipped=setup.skipped

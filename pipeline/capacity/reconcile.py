@@ -5,7 +5,7 @@ What the engine's log says of its memory is in GiB with two decimals, so a repor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.capacity.budget import GIB, Card, Term
@@ -24,6 +24,8 @@ class Residual:
     high: int
     reported: int | None
     note: str = ""
+    calibrated: bool = True
+    """Whether the plan's figure is exact or was measured on this card."""
 
     @property
     def within(self) -> bool | None:
@@ -44,16 +46,19 @@ def planned_terms(card: Card, weight_bytes: int) -> list[Term]:
     return [Term.exact("weights", weight_bytes), *card.overheads]
 
 
-def reconcile(card: Card, weight_bytes: int, memory_gib: Mapping[str, float]) -> list[Residual]:
-    """The budget's terms beside what the log says of them (`serving.signals`' names, GiB).
+def reconcile(planned: Sequence[Term], memory_gib: Mapping[str, float]) -> list[Residual]:
+    """The budget's terms (see `planned_terms`) beside what the log says of them (`serving.signals`' names, GiB).
 
     Versions differ in what they print: weights alone, or "consumed memory", which is weights with what is outside PyTorch.
     """
-    terms = {term.name: term for term in planned_terms(card, weight_bytes)}
+    terms = {term.name: term for term in planned}
     weights = terms.pop("weights")
     buffers = terms.pop("buffers", Term.exact("buffers", 0))
     loaded = _sum("weights", weights, buffers)
     non_torch = terms.pop("non_torch", None)
+    sampler = terms.pop("sampler", None)
+    if non_torch is not None and sampler is not None:  # both are "consumed memory" beside the loaded model
+        non_torch = _sum("non_torch", non_torch, sampler)
     found = []
     reported = memory_gib.get("model_loading_gib", memory_gib.get("weights_gib"))
     found.append(_residual(loaded, reported, "checkpoint with its buffers"))
@@ -75,12 +80,14 @@ def _sum(name: str, *terms: Term) -> Term:
         sum(term.value_bytes for term in terms),
         sum(term.low_bytes for term in terms),
         sum(term.high_bytes for term in terms),
+        calibrated=all(term.calibrated or term.is_exact for term in terms),
     )
 
 
 def _residual(term: Term, reported_gib: float | None, note: str) -> Residual:
     reported = None if reported_gib is None else round(reported_gib * GIB)
-    return Residual(term.name, term.value_bytes, term.low_bytes, term.high_bytes, reported, note)
+    calibrated = term.calibrated or term.is_exact
+    return Residual(term.name, term.value_bytes, term.low_bytes, term.high_bytes, reported, note, calibrated)
 
 
 def explain_mismatch(

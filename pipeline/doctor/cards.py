@@ -106,13 +106,23 @@ def _held(settings: Settings, gpu: Gpu, nvml: Nvml) -> Check:
     who = ", ".join(map(_named, processes)) or "no process that the driver names"
     found = f"{held / GIB:.2f} GiB are taken ({who}), {free / GIB:.2f} free"
     asks = int(gpu.memory_visible_bytes * card.utilization)
-    if asks > free:
-        most = int(100 * free / gpu.memory_visible_bytes) / 100
+    # The engine has made its own context by the time it looks.
+    left = free - card.context_bytes
+    if asks > left:
+        most = int(100 * left / gpu.memory_visible_bytes) / 100
         ends = f"end {processes[0].name or f'pid {processes[0].pid}'}" if processes else "free the card"
         return unfit(
             "memory held by others",
-            f"{found}; the engine asks for {card.utilization} of {gpu.memory_visible_bytes / GIB:.2f} GiB and refuses to start",
+            f"{found}; the engine asks for {card.utilization} of {gpu.memory_visible_bytes / GIB:.2f} GiB beside "
+            f"{card.context_bytes / GIB:.2f} for its own context, and refuses to start",
             f"{ends}, or set device.memory_utilization to {most} at most",
+        )
+    workspace = max(card_of(settings, one).workspace_bytes for one in settings.variants.values())
+    if asks + workspace > left:
+        return warn(
+            "memory held by others",
+            f"{found}; the engine starts, but FlashInfer's workspace of {workspace / GIB:.2f} GiB comes on top of its share",
+            f"set device.memory_utilization to {int(100 * (left - workspace) / gpu.memory_visible_bytes) / 100} at most",
         )
     if held > card.held_bytes + HELD_TOLERANCE_BYTES:
         return warn(

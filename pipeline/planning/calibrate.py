@@ -10,9 +10,10 @@ from typing import Any
 from pipeline.capacity import GIB
 from pipeline.errors import UserInputError
 from pipeline.files import read_json, write_text
+from pipeline.planning.scenario import card_of, rules_of
 from pipeline.results import Measurement, MemoryRun, load
 from pipeline.settings import Settings
-from pipeline.settings.schema import OverheadSettings
+from pipeline.settings.schema import OverheadConfiguration, OverheadSettings
 
 CARD_TOLERANCE_BYTES = GIB // 10
 """Drivers differ in what they reserve of one card; less than the narrowest overhead band (conf/overheads/rtx4090.yaml)."""
@@ -20,9 +21,10 @@ TERMS = ("buffers", "activation", "non_torch", "cuda_graphs")
 
 
 def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = None) -> tuple[Path, str]:
-    """Fit every term that the runs' logs name; the others keep the table's figures. Returns the file and a summary.
+    """Fit every term that the runs' logs name; the others stay computed, or as the table has them. Returns the file and a summary.
 
-    A fitted term is the mean over the runs, its band their lowest and highest. Raises `UserInputError` where no run names a
+    A fitted term is the mean over the runs, its band their lowest and highest, and what the server was told stands beside it: with
+    another configuration it is scaled as the model of its term is. Raises `UserInputError` where no run names a
     term (an emulated budget never does), or where runs are of another profile or engine version.
     """
     version = settings.server.engine_version
@@ -53,12 +55,19 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
             f"none of {len(runs)} runs logged a memory term"
             + (": the device is an emulated budget, which has none" if settings.device.emulated else "")
         )
-    table = {term.name: term.model_dump() for term in settings.overheads.for_version(version)}
+    overheads = settings.overheads
+    table = {term.name: term.model_dump() for term in overheads.for_version(version)}
+    computed = {term.name: term.value_bytes / GIB for term in card_of(settings).overheads}
+    if "sampler" in computed:  # the log has it in what it calls outside PyTorch
+        seen["non_torch"] = [max(0.0, value - computed["sampler"]) for value in seen["non_torch"]]
     for name, values in seen.items():
         if values:
-            table[name] = _fitted(name, values, version, table.get(name))
+            table[name] = _fitted(name, values, settings, table.get(name))
     name = f"{settings.device.name}-measured"
-    content = {"name": name, "device": settings.device.name, "terms": list(table.values())}
+    content = {
+        "name": name, "device": settings.device.name, "model": overheads.model, "context_gib": overheads.context_gib,
+        "terms": list(table.values()),
+    }  # fmt: skip
     OverheadSettings.model_validate(content)
     path = (root or Path.cwd()) / "conf" / "overheads" / f"{name}.yaml"
     write_text(path, _yaml(content, settings, len(runs)))
@@ -67,6 +76,8 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
         + (f"{term['runs']} runs of ours" if term["runs"] else "published figures, no run of ours names it")
         for term in table.values()
     ]
+    rest = ", ".join(name for name in computed if name not in table)
+    lines += [f"{rest}: computed, no run of ours names them"] if rest else []
     return path, "\n".join(lines)
 
 
@@ -87,7 +98,17 @@ def _reported(run: Measurement | MemoryRun, name: str) -> float | None:
     return None
 
 
-def _fitted(name: str, values: list[float], version: str, before: dict[str, Any] | None) -> dict[str, Any]:
+def _fitted(
+    name: str, values: list[float], settings: Settings, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    server = settings.server
+    version = server.engine_version
+    measured_with = OverheadConfiguration(
+        max_num_batched_tokens=rules_of(settings).max_num_batched_tokens,
+        max_num_seqs=server.max_num_seqs,
+        enforce_eager=server.enforce_eager,
+        tensor_parallel=server.tensor_parallel,
+    )
     return {
         "name": name,
         "engine_versions": before["engine_versions"] if before else f"=={version}",
@@ -96,6 +117,7 @@ def _fitted(name: str, values: list[float], version: str, before: dict[str, Any]
         "high_gib": round(max(values), 3),
         "source": f"own runs on vLLM {version}",
         "runs": len(values),
+        "at": measured_with.model_dump(),
     }
 
 

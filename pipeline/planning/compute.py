@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.capacity import GIB, Card, Geometry, Row
+from pipeline.capacity import GIB, Geometry, Row
 from pipeline.capacity.levers import Answer, Planner, Setup
 from pipeline.planning.scenario import (
     by_hand_of,
     card_of,
+    card_on,
     geometry_of,
     row_of,
     rules_of,
@@ -40,12 +41,19 @@ def plan_of(
     device, server = settings.device, settings.server
     geometry, card, rules = geometry_of(settings), card_of(settings), rules_of(settings)
     required = settings.policy.required_sequences
-    planner = Planner(geometry, weights_by_cards(settings, geometry, counted), card, rules)
+    planner = Planner(
+        geometry,
+        weights_by_cards(settings, geometry, counted),
+        lambda dtype, cards: card_on(settings, dtype, cards),
+        rules,
+    )
     rows = plan_rows(settings, counted)
     variants = []
     for row in rows:
         found = _row(row, required)
-        found["by_hand"] = _by_hand(by_hand_of(settings, row, card))
+        own = card_of(settings, settings.variants[row.variant])
+        found["by_hand"] = _by_hand(by_hand_of(settings, row, own))
+        found["overhead_gib"] = round(own.overhead_bytes / GIB, 3)
         found["longest_for_required"] = planner.longest(_setup(settings, row), required)
         found["weights_counted"] = row.weights in counted
         found["workload"] = None if lengths is None else _workload(row, lengths)
@@ -65,10 +73,10 @@ def plan_of(
         "highest_utilization": card.highest_utilization,
         "overheads": [
             {
-                "name": term.name, "gib": term.gib, "low_gib": term.low_gib, "high_gib": term.high_gib,
-                "source": term.source, "runs": term.runs,
+                "name": term.name, "gib": round(term.value_bytes / GIB, 3), "low_gib": round(term.low_bytes / GIB, 3),
+                "high_gib": round(term.high_bytes / GIB, 3), "driver": term.driver, "calibrated": term.calibrated,
             }
-            for term in settings.overheads.for_version(server.engine_version)
+            for term in card.overheads
         ],
         "overhead_gib": round(card.overhead_bytes / GIB, 3),
         "max_model_len": server.max_model_len,
@@ -80,15 +88,15 @@ def plan_of(
         "variants": variants,
         "levers": _levers(planner.answer(start, required, quantized, "fp8", RAISED_UTILIZATION)),
         "long_context": _long_context(geometry, rows),
-        "utilization_0_99": _too_high(settings, planner, card, rows),
+        "utilization_0_99": _too_high(settings, planner, rows),
     }  # fmt: skip
 
 
 def plan_rows(settings: Settings, counted: Mapping[str, int] | None = None) -> list[Row]:
     """The row of every variant; the A/A control's would be the reference's again."""
-    geometry, card = geometry_of(settings), card_of(settings)
+    geometry = geometry_of(settings)
     return [
-        row_of(settings, variant, geometry, card, (counted or {}).get(variant.weights))
+        row_of(settings, variant, geometry, card_of(settings, variant), (counted or {}).get(variant.weights))
         for name, variant in settings.variants.items()
         if name != settings.control
     ]
@@ -186,7 +194,7 @@ def _long_context(geometry: Geometry, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _too_high(settings: Settings, planner: Planner, card: Card, rows: list[Row]) -> dict[str, Any] | None:
+def _too_high(settings: Settings, planner: Planner, rows: list[Row]) -> dict[str, Any] | None:
     """Why not 0.99: what it would bring, and what would be left for everything that isn't in the budget."""
     if settings.device.emulated:
         return None
@@ -194,13 +202,14 @@ def _too_high(settings: Settings, planner: Planner, card: Card, rows: list[Row])
     setup = _setup(settings, best)
     raised = Setup(setup.weights, setup.kv_cache_dtype, setup.max_model_len, TOO_HIGH, setup.cards)
     spike = best.budget.bytes - best.budget.low_bytes
-    free = card.memory_bytes - card.held_bytes
+    best_card = card_of(settings, settings.variants[best.variant])
+    too_high = replace(best_card, utilization=TOO_HIGH)
     return {
         "utilization": TOO_HIGH,
         "variant": best.variant,
         "sequences": planner.sequences(raised),
         "gained_sequences": planner.sequences(raised) - best.pool.fitting_sequences,
-        "left_outside_gib": round((free - TOO_HIGH * card.memory_bytes) / GIB, 2),
-        "left_outside_now_gib": round((free - card.requested_bytes) / GIB, 2),
+        "left_outside_gib": round(too_high.left_outside_bytes / GIB, 2),
+        "left_outside_now_gib": round(best_card.left_outside_bytes / GIB, 2),
         "overheads_may_exceed_gib": round(spike / GIB, 2),
     }

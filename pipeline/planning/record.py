@@ -23,6 +23,8 @@ def record_of(settings: Settings, variant: VariantSettings, row: Row, card: Card
                 predicted_bytes=term.value_bytes,
                 low_bytes=term.low_bytes,
                 high_bytes=term.high_bytes,
+                driver=term.driver,
+                calibrated=term.calibrated or term.is_exact,
             )
             for term in planned_terms(card, row.weight_bytes)
         ],

@@ -184,7 +184,9 @@ def _too_high(plan: dict[str, Any]) -> list[str]:
     left = found["left_outside_gib"]
     if left < 0:
         return [
-            f"Why not utilization {found['utilization']}: it doesn't start, others hold {plan['held_gib']} GiB of the card."
+            f"Why not utilization {found['utilization']}: it runs out of memory: beside its share the engine has its own context and "
+            f"workspace, and others hold {plan['held_gib']} GiB; {-left:.2f} GiB are missing (at {plan['memory_utilization']} "
+            f"{found['left_outside_now_gib']:.2f} are left)."
         ]
     return [
         f"Why not utilization {found['utilization']}: {found['variant']} would gain {found['gained_sequences']} sequences, and "
@@ -197,11 +199,11 @@ def _overheads(plan: dict[str, Any]) -> list[str]:
     body = [
         [
             term["name"], f"{term['gib']:.2f}", f"{term['low_gib']:.2f}–{term['high_gib']:.2f}",
-            f"{term['runs']} runs of ours" if term["runs"] else "none of our own runs",
+            "measured on this card" if term["calibrated"] else "computed, not measured on this card", term["driver"],
         ]
         for term in plan["overheads"]
     ]  # fmt: skip
-    return table(["overhead", "GiB", "band", "measured by"], body)
+    return table(["overhead", "GiB", "band", "known", "driven by"], body)
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.capacity import Geometry, WeightScheme, rank_weight_bytes
+from pipeline.capacity import Card, Geometry, WeightScheme, rank_weight_bytes
 from pipeline.capacity.layers import Attention
 from pipeline.capacity.levers import Planner, Setup
 from pipeline.compatibility import (
@@ -22,7 +22,7 @@ from pipeline.compatibility import (
     weight_refusals,
 )
 from pipeline.gpu import lowest_capability
-from pipeline.planning.scenario import card_of, rules_of, scheme_of
+from pipeline.planning.scenario import card_on, rules_of, scheme_of
 from pipeline.results import Environment
 from pipeline.settings import Settings, VariantSettings
 from pipeline.verdict.ladder import MAKER, Way
@@ -60,7 +60,7 @@ class ProfileOutlook:
         self, settings: Settings, geometry: Geometry, machine: Environment, counted: Mapping[str, int]
     ) -> None:
         self._settings, self._geometry, self._counted = settings, geometry, counted
-        self._card, self._rules = card_of(settings), rules_of(settings)
+        self._rules = rules_of(settings)
         server, device = settings.server, settings.device
         capability = lowest_capability(machine.gpus)
         self._engine = Engine(
@@ -75,6 +75,9 @@ class ProfileOutlook:
         self.layers = len(geometry.layers)
         self.backends: Sequence[str] = tuple(QUANTIZERS)
         self.fp8_weights = device.kind == "cuda" and (capability or 0) >= FP8_WEIGHTS_FROM
+
+    def _card_on(self, kv_cache_dtype: str, cards: int) -> Card:
+        return card_on(self._settings, kv_cache_dtype, cards, self._geometry)
 
     def sequences(self, way: Way, max_model_len: int) -> int | None:
         if self._settings.server.pipeline_parallel > 1:
@@ -220,7 +223,12 @@ class ProfileOutlook:
         return None
 
     def _planner(self, way: Way) -> Planner:
-        return Planner(self._geometry, {"": lambda cards: self._bytes(way, cards)}, self._card, self._rules)
+        return Planner(
+            self._geometry,
+            {"": lambda cards: self._bytes(way, cards)},
+            lambda dtype, cards: card_on(self._settings, dtype, cards),
+            self._rules,
+        )
 
     def _setup(self, way: Way, max_model_len: int) -> Setup:
         settings = self._settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from pipeline.capacity import (
     BF16,
@@ -19,10 +20,13 @@ from pipeline.capacity import (
     rank_weight_bytes,
     weight_bytes,
 )
-from pipeline.compatibility import weight_scheme
+from pipeline.capacity.layers import Attention
+from pipeline.capacity.overheads import WORKSPACE_BYTES, Drivers, overhead_terms
+from pipeline.compatibility import Engine, attention_backends, weight_scheme
 from pipeline.errors import UserInputError
 from pipeline.results import HandRow
 from pipeline.settings import Settings, VariantSettings
+from pipeline.settings.schema import OverheadTerm
 
 # vLLM 0.32 engine/arg_utils.py, get_batch_defaults: tokens per scheduler step of the API server where none are asked for.
 BATCHED_TOKENS = ((160, 16_384), (70, 8_192), (0, 2_048))
@@ -38,15 +42,106 @@ def geometry_of(settings: Settings) -> Geometry:
     return Geometry.from_config(settings.model.config, where)
 
 
-def card_of(settings: Settings) -> Card:
-    """The device with its overheads for the profile's engine version."""
-    device = settings.device
-    terms = settings.overheads.for_version(settings.server.engine_version)
-    overheads = tuple(
-        Term(term.name, *(int(value * GIB) for value in (term.gib, term.low_gib, term.high_gib)))
-        for term in terms
+def head_sizes(geometry: Geometry) -> list[int]:
+    """Widths of the attention heads that the model has."""
+    return list(
+        dict.fromkeys(layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention))
     )
-    return Card(device.memory_bytes, device.memory_utilization, overheads, int(device.held_gib * GIB))
+
+
+def card_of(
+    settings: Settings, variant: VariantSettings | None = None, geometry: Geometry | None = None
+) -> Card:
+    """The device with its overheads for the profile's engine, as `variant` meets them; None: a 16-bit KV cache.
+
+    `geometry`: of the model at hand; None: as its conf gives it.
+    """
+    dtype, pinned = (
+        ("bfloat16", None) if variant is None else (variant.kv_cache_dtype, variant.attention_backend)
+    )
+    return _card(settings, dtype, pinned, settings.server.tensor_parallel, geometry)
+
+
+def card_on(settings: Settings, kv_cache_dtype: str, cards: int, geometry: Geometry | None = None) -> Card:
+    """The same for a KV dtype on so many tensor-parallel cards."""
+    return _card(settings, kv_cache_dtype, None, cards, geometry)
+
+
+def _card(
+    settings: Settings, kv_cache_dtype: str, pinned: str | None, cards: int, geometry: Geometry | None
+) -> Card:
+    """Computed terms, and in their place those that the table has."""
+    device, overheads = settings.device, settings.overheads
+    terms: dict[str, Term] = {}
+    workspace = 0
+    if overheads.model is None:
+        for row in overheads.for_version(settings.server.engine_version):
+            terms[row.name] = _measured(row, None)
+    else:
+        shape = geometry or geometry_of(settings)
+        drivers = _drivers(settings, kv_cache_dtype, pinned, cards, shape)
+        terms = {term.name: term for term in overhead_terms(shape, drivers)}
+        for row in overheads.for_version(settings.server.engine_version):
+            terms[row.name] = _measured(row, _scale(row, terms.get(row.name), drivers, shape))
+        workspace = WORKSPACE_BYTES if drivers.flashinfer else 0
+    return Card(
+        device.memory_bytes,
+        device.memory_utilization,
+        tuple(terms.values()),
+        int(device.held_gib * GIB),
+        int(overheads.context_gib * GIB),
+        workspace,
+    )
+
+
+def _measured(row: OverheadTerm, scale: float | None) -> Term:
+    figures = (int(value * (scale or 1.0) * GIB) for value in (row.gib, row.low_gib, row.high_gib))
+    what = f"{row.runs} runs of ours" if row.runs else row.source
+    return Term(row.name, *figures, f"{what}, scaled" if scale else what, row.runs > 0)
+
+
+def _scale(row: OverheadTerm, computed: Term | None, drivers: Drivers, geometry: Geometry) -> float | None:
+    """How the term's model moves from the configuration that it was measured with to this one; None where it doesn't."""
+    if row.at is None or computed is None:
+        return None
+    then = replace(
+        drivers,
+        max_num_batched_tokens=row.at.max_num_batched_tokens,
+        max_num_seqs=row.at.max_num_seqs,
+        eager=row.at.enforce_eager,
+        tensor_parallel=row.at.tensor_parallel,
+    )
+    before = next(term for term in overhead_terms(geometry, then) if term.name == row.name)
+    if then == drivers or not before.value_bytes:
+        return None
+    return computed.value_bytes / before.value_bytes
+
+
+def _drivers(
+    settings: Settings, kv_cache_dtype: str, pinned: str | None, cards: int, geometry: Geometry
+) -> Drivers:
+    server = settings.server
+    major, minor = map(int, server.engine_version.split(".")[:2])
+    return Drivers(
+        (major, minor),
+        rules_of(settings).max_num_batched_tokens,
+        server.max_num_seqs,
+        server.enforce_eager,
+        "FLASHINFER" in _backends(settings, kv_cache_dtype, pinned, geometry),
+        cards,
+    )
+
+
+def _backends(settings: Settings, kv_cache_dtype: str, pinned: str | None, geometry: Geometry) -> set[str]:
+    """The attention backends that the engine takes on the profile's card by itself, or the pinned one."""
+    if pinned is not None:
+        return {pinned}
+    capability = settings.device.compute_capability
+    engine = Engine(
+        settings.server.engine_version, "cuda", int(capability.replace(".", "")) if capability else None
+    )
+    found = (attention_backends(kv_cache_dtype, engine, head) for head in head_sizes(geometry))
+    return {rows[0].backend for rows in found if rows}
 
 
 def rules_of(settings: Settings) -> EngineRules:

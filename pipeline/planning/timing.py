@@ -154,7 +154,7 @@ def profile_time(settings: Settings) -> ProfileTime | None:
     device = settings.device
     if device.memory_bandwidth_gb_s is None or device.dense_16bit_tflops is None:
         return None
-    geometry, card = geometry_of(settings), card_of(settings)
+    geometry = geometry_of(settings)
     tasks = scored_tasks(settings.evalset)
     return ProfileTime(
         {name: _environment_s(name) for name in environments_of(settings)},
@@ -162,7 +162,8 @@ def profile_time(settings: Settings) -> ProfileTime | None:
         {name: _quantize_s(settings, geometry, name) for name in settings.quantizers},
         KERNELS_S if device.kind == "cuda" else 0.0,
         tuple(
-            _variant_time(settings, variant, geometry, card, tasks) for variant in settings.variants.values()
+            _variant_time(settings, variant, geometry, card_of(settings, variant), tasks)
+            for variant in settings.variants.values()
         ),
     )
 

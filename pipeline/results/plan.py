@@ -37,6 +37,11 @@ class Capacity(Record):
         description="whole sequences that really fit: floor((blocks - 1) / blocks per sequence); one block is the "
         "engine's null block"
     )
+    disagreement: str | None = Field(
+        default=None,
+        description="why the reported pool lies outside the planned band, where the band was never measured on this card; null: it "
+        "doesn't",
+    )
     reported_tokens: int | None = Field(description="from the engine's log, agreed with its metrics")
     reported_sequences: float | None = Field(description="from the engine's log")
     reported_fitting_sequences: int | None = Field(
@@ -59,6 +64,10 @@ class BudgetTerm(Record):
         default=None, description="from the engine's log; null where it doesn't say"
     )
     within: bool | None = Field(default=None, description="whether the reported value lies in the band")
+    driver: str = Field(default="", description="what the planned figure comes from")
+    calibrated: bool = Field(
+        default=True, description="exact, or measured on this card; false: published or computed figures"
+    )
     note: str = ""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Name = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="becomes part of file names")
 ]
 GIB = 1024**3
+MODELLED_FROM = Version("0.19")
+"""The oldest engine whose overheads capacity/overheads.py was fitted on."""
 
 
 class Strict(BaseModel):
@@ -78,6 +81,11 @@ class DeviceSettings(Strict):
         ge=0,
         description="GiB that others hold: a desktop takes 1 to 2, a server without one none",
     )
+    compute_capability: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,2}\.\d$",
+        description="of a card, such as 8.9: which kernels a plan counts with before a card is at hand; null: the oldest that can",
+    )
     memory_bandwidth_gb_s: float | None = Field(
         default=None, gt=0, description="of its memory, GB/s by the data sheet; null: no time is estimated"
     )
@@ -98,10 +106,19 @@ class DeviceSettings(Strict):
         return self
 
 
+class OverheadConfiguration(Strict):
+    """The settings of a server that move its overheads."""
+
+    max_num_batched_tokens: int = Field(ge=1)
+    max_num_seqs: int = Field(ge=1)
+    enforce_eager: bool
+    tensor_parallel: int = Field(ge=1)
+
+
 class OverheadTerm(Strict):
     """One memory term beside weights and KV, with the band it is believed to lie in."""
 
-    name: Literal["buffers", "activation", "non_torch", "cuda_graphs", "emulated"] = Field(
+    name: Literal["buffers", "activation", "non_torch", "sampler", "cuda_graphs", "emulated"] = Field(
         description="buffers: what loading adds to the checkpoint's bytes; the others as the engine's log names them"
     )
     engine_versions: str = Field(description="PEP 440 specifier of the engine versions it holds for")
@@ -111,6 +128,10 @@ class OverheadTerm(Strict):
     source: str = Field(min_length=1, description="where the figures are from")
     runs: int = Field(
         default=0, ge=0, description="own measured runs behind the figures; 0: published ones only"
+    )
+    at: OverheadConfiguration | None = Field(
+        default=None,
+        description="what it was measured with; elsewhere it is scaled as the model of its term is. null: it holds anywhere",
     )
 
     @model_validator(mode="after")
@@ -136,17 +157,33 @@ class OverheadTerm(Strict):
 
 
 class OverheadSettings(Strict):
-    """A + O of one device, as a table by engine version."""
+    """A + O of one device: computed, or a table by engine version, or both, where a row of the table stands for its term."""
 
     name: Name
     device: Name = Field(description="the device that they are of")
-    terms: tuple[OverheadTerm, ...] = Field(min_length=1)
+    model: Literal["vllm-cuda"] | None = Field(
+        default=None,
+        description="vllm-cuda: terms come from what drives them (capacity/overheads.py); null: from the table alone",
+    )
+    terms: tuple[OverheadTerm, ...] = ()
+    context_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="the engine's own context, taken before it looks how much of the card is free",
+    )
+
+    @model_validator(mode="after")
+    def _some(self) -> OverheadSettings:
+        if self.model is None and not self.terms:
+            raise ValueError("neither model nor terms: nothing says what the device spends")
+        return self
 
     def for_version(self, version: str) -> tuple[OverheadTerm, ...]:
-        """The terms that hold for an engine version; a term given twice for it, or none at all, is a ValueError."""
+        """The table's terms that hold for an engine version; one that is given twice for it, or no term at all, is a ValueError."""
         found = tuple(term for term in self.terms if term.holds_for(version))
         names = [term.name for term in found]
-        if not found or len(set(names)) < len(names):
+        modelled = self.model is not None and Version(version) >= MODELLED_FROM
+        if (not found and not modelled) or len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(
                 f"{'terms given twice for' if twice else 'no term for'} engine version {version}{': ' if twice else ''}{', '.join(twice)}"
@@ -792,6 +829,10 @@ class Settings(Strict):
         if self.evalset.batching == "invariant" and self.device.kind == "cpu":
             raise ValueError(
                 "evalset.batching invariant needs a card of compute capability 8.0 or more; on a CPU take served or serial"
+            )
+        if self.overheads.model is not None and self.device.kind != "cuda":
+            raise ValueError(
+                f"overheads {self.overheads.name!r} are computed for a card, the device is a {self.device.kind}"
             )
         if self.overheads.device != self.device.name:
             raise ValueError(

@@ -64,7 +64,7 @@ def run(settings: Settings, name: str) -> None:
         said = parse_log(server.log_text())
         check_served(settings, variant, spec, said, server.log_path)
         metrics = parse_metrics(server.metrics_text())
-        capacity, terms = reconciled(settings, row, said, metrics)
+        capacity, terms = reconciled(row, said, metrics)
         tokens = capacity.reported_tokens
         print(f"{name}: ready in {server.startup_s:.0f} s, {tokens:,} KV tokens", file=sys.stderr)
         with (

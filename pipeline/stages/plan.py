@@ -17,10 +17,9 @@ from pipeline.stages.context import RESULTS, stage_main, weights_folder
 
 def run(settings: Settings, _: str) -> None:
     rows = []
-    card = card_of(settings)
     shutil.rmtree(RESULTS / "plan", ignore_errors=True)
     for variant in settings.variants.values():
-        row = _row(settings, variant, card)
+        row, card = _row(settings, variant)
         record = record_of(settings, variant, row, card)
         rows.append(record)
         # A file per variant as well: what a variant is served with depends on its own row and on no other's.
@@ -40,12 +39,13 @@ def run(settings: Settings, _: str) -> None:
     save(RESULTS / "plan.json", plan)
 
 
-def _row(settings: Settings, variant: VariantSettings, card: Card) -> Row:
-    """The planner's row for a variant whose checkpoint is at hand: weights are counted, not computed."""
+def _row(settings: Settings, variant: VariantSettings) -> tuple[Row, Card]:
+    """The planner's row for a variant whose checkpoint is at hand, and its card: weights are counted, not computed."""
     folder = weights_folder(variant.weights)
     path = folder / "config.json"
     geometry = Geometry.from_config(read_json(path), str(path))
-    return row_of(settings, variant, geometry, card, weight_bytes(folder))
+    card = card_of(settings, variant, geometry)
+    return row_of(settings, variant, geometry, card, weight_bytes(folder)), card
 
 
 if __name__ == "__main__":

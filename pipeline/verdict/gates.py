@@ -50,6 +50,12 @@ def capacity_agreement_gate(measurement: Measurement | None) -> Gate:
         return rule.says(
             "GO", difference, f"the engine reports {reported} tokens, within the planned {low} to {high}"
         )
+    if measurement.capacity.disagreement is not None:
+        why = (
+            f"{measurement.capacity.disagreement}; no run on this card has measured that band: `quantgate calibrate` takes this run's "
+            "figures into it"
+        )
+        return rule.cannot_run(why, difference)
     blocks = difference / measurement.capacity.block_size
     why = (
         f"the engine reports {reported} tokens where {predicted} were predicted ({blocks:+g} blocks): "

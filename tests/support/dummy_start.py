@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.capacity import Geometry
 from pipeline.capacity.reconcile import reconcile
 from pipeline.environments.needed import environments_of
-from pipeline.planning.reconciliation import budget_terms
+from pipeline.planning.reconciliation import budget_terms, terms_of
 from pipeline.planning.record import record_of
 from pipeline.planning.scenario import card_of, row_of
 from pipeline.results import MemoryRun, PlanRow
@@ -71,7 +71,8 @@ def write_checkpoints(settings: Settings, folder: Path) -> None:
 def planned(settings: Settings, variant: str) -> PlanRow:
     """The planner's record of a variant, with computed weights."""
     geometry = Geometry.from_config(settings.model.config or {})
-    card, wanted = card_of(settings), settings.variants[variant]
+    wanted = settings.variants[variant]
+    card = card_of(settings, wanted)
     return record_of(settings, wanted, row_of(settings, wanted, geometry, card), card)
 
 
@@ -102,7 +103,7 @@ def memory_run(settings: Settings, variant: str, row: PlanRow, server: Server) -
         weights=row.weights,
         weight_bytes=row.weight_bytes,
         capacity=row.capacity.model_copy(update={"reported_tokens": tokens, "reported_sequences": sequences}),
-        reconciliation=budget_terms(reconcile(card_of(settings), row.weight_bytes, log.memory_gib)),
+        reconciliation=budget_terms(reconcile(terms_of(row), log.memory_gib)),
         provenance=provenance(server, log, describe_machine(environments_of(settings))),
         startup_s=server.startup_s,
     )
