@@ -62,6 +62,14 @@ def card_of(
     return _card(settings, dtype, pinned, settings.server.tensor_parallel, geometry)
 
 
+def drivers_of(settings: Settings, variant: VariantSettings) -> Drivers | None:
+    """What moves a variant's overheads; None where they are a table's alone."""
+    if settings.overheads.model is None:
+        return None
+    ranks = settings.server.tensor_parallel
+    return _drivers(settings, variant.kv_cache_dtype, variant.attention_backend, ranks, geometry_of(settings))
+
+
 def card_on(settings: Settings, kv_cache_dtype: str, cards: int, geometry: Geometry | None = None) -> Card:
     """The same for a KV dtype on so many tensor-parallel cards."""
     return _card(settings, kv_cache_dtype, None, cards, geometry)

@@ -27,10 +27,10 @@ STARTS = {
     "0.26-h100-tp4": (None, None, None, None, None, None, None),
     "0.27-16gb-card": ("0.27.1", None, None, "auto", None, None, None),
     "0.27-rtx3090-pp2": (None, None, None, None, None, None, None),
-    "0.32-rtx4090-awq": ("0.32.0", "FLASH_ATTN", MARLIN, "bfloat16", None, 282_928, 34.54),
-    "0.32-rtx4090-awq-pinned": ("0.32.0", "FLASHINFER", MARLIN, "bfloat16", None, 282_928, 34.54),
-    "0.32-rtx4090-awq-fp8kv": ("0.32.0", "FLASHINFER", MARLIN, "fp8", "1.0", 565_856, 69.07),
-    "0.32-rtx4090-awq-kv-per-token-head": ("0.32.0", "TRITON_ATTN", MARLIN, "fp8_per_token_head", None, 548_704, 66.98),
+    "0.32-rtx4090-awq": ("0.32.0", "FLASH_ATTN", MARLIN, "bfloat16", None, 291_248, 35.55),
+    "0.32-rtx4090-awq-pinned": ("0.32.0", "FLASHINFER", MARLIN, "bfloat16", None, 288_464, 35.21),
+    "0.32-rtx4090-awq-fp8kv": ("0.32.0", "FLASHINFER", MARLIN, "fp8", "1.0", 576_944, 70.43),
+    "0.32-rtx4090-awq-kv-per-token-head": ("0.32.0", "TRITON_ATTN", MARLIN, "fp8_per_token_head", None, 564_848, 68.95),
     "0.32-awq-fallback": ("0.32.0", "FLASH_ATTN", f"AWQLinearMethod+{MARLIN}", "bfloat16", None, None, None),
     "0.32-compressed-tensors-scale-one": ("0.32.0", "FLASHINFER", MARLIN, "fp8", "1.0", None, None),
     # Without the probe nothing tells "scales came" from "nobody looked": null, never a guess.
@@ -51,8 +51,8 @@ MEMORY = {
         "cuda_graphs_taken_gib": 0.1,
     },
     "0.32-rtx4090-awq-fp8kv": {
-        "model_loading_gib": 5.29, "available_kv_cache_gib": 15.11, "consumed_gib": 5.66, "activation_gib": 0.45,
-        "cuda_graphs_gib": 0.53, "cuda_graphs_taken_gib": 0.38,
+        "model_loading_gib": 5.26, "available_kv_cache_gib": 15.41, "consumed_gib": 5.58, "activation_gib": 0.27,
+        "cuda_graphs_gib": 0.49, "cuda_graphs_taken_gib": 0.38,
     },
 }  # fmt: skip
 
