@@ -135,9 +135,9 @@ def flow(keys: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("profile", "failed"),
-    [(p, v) for p in ("rtx4090", "demo", "demo-full") for v in ("awq-fp8kv", "bf16-fp8kv", "awq")]
+    [(p, v) for p in ("rtx4090-full", "demo", "demo-full") for v in ("awq-fp8kv", "bf16-fp8kv", "awq")]
     + [(p, "awq-fp8kv-calibrated") for p in ("rtx4090", "demo-full")]
-    + [("rtx4090", "awq-kv-per-token-head")],
+    + [("rtx4090", "awq-kv-per-token-head"), ("rtx4090", "awq-fp8kv"), ("rtx4090", "awq")],
 )
 @pytest.mark.parametrize("weights_are_bad", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["shipped", "no-sibling"])
@@ -192,7 +192,10 @@ def test_every_command_makes_the_way_that_its_rung_names(
 def test_scales_for_16_bit_weights_are_named_by_the_shipped_files() -> None:
     """And what such a checkpoint can't have, another cache, is offered on plain weights."""
     rung = "FP8 KV at calibrated scales"
-    assert rungs_of(load_settings(["profile=rtx4090"]), "bf16-fp8kv")[rung].variant == "bf16-fp8kv-calibrated"
+    assert (
+        rungs_of(load_settings(["profile=rtx4090-full"]), "bf16-fp8kv")[rung].variant
+        == "bf16-fp8kv-calibrated"
+    )
     command = rungs_of(load_settings(["profile=demo"]), "bf16-fp8kv")[rung].command
     assert (
         command
