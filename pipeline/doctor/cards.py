@@ -12,7 +12,7 @@ from pipeline.doctor.check import Check, ok, unfit, warn
 from pipeline.errors import EnvironmentUnfitError, QuantgateError
 from pipeline.gpu import NoDriver, Nvml, chosen, open_nvml
 from pipeline.planning.calibrate import CARD_TOLERANCE_BYTES
-from pipeline.planning.card import empty_card
+from pipeline.planning.card import card_of, empty_card
 from pipeline.results import Gpu, GpuProcess
 from pipeline.settings import Settings
 
@@ -124,6 +124,14 @@ def _held(settings: Settings, gpu: Gpu, nvml: Nvml) -> Check:
             f"{found}; the engine asks for {share} beside its own context of {context.low_bytes / GIB:.2f} to "
             f"{context.high_bytes / GIB:.2f} GiB, and may refuse to start",
             fix,
+        )
+    workspace = max(card_of(settings, one).workspace_bytes for one in settings.variants.values())
+    if asks + workspace > free - context.value_bytes:
+        room = math.floor(100 * (free - context.value_bytes - workspace) / gpu.memory_visible_bytes) / 100
+        return warn(
+            "memory held by others",
+            f"{found}; the engine starts, and FlashInfer's workspace of {workspace / GIB:.2f} GiB comes on top of its share and context",
+            f"set device.memory_utilization to {room} at most",
         )
     if held > card.held_bytes + HELD_TOLERANCE_BYTES:
         return warn(

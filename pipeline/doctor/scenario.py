@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.capacity import Geometry
-from pipeline.capacity.layers import Attention
 from pipeline.compatibility import (
     QUANTIZERS,
     Engine,
@@ -23,7 +22,7 @@ from pipeline.compatibility.weights import READ_FROM
 from pipeline.doctor.check import Check, ok, unfit, warn, wrong
 from pipeline.gpu import lowest_capability
 from pipeline.planning import plan_of
-from pipeline.planning.scenario import geometry_of
+from pipeline.planning.scenario import geometry_of, head_sizes
 from pipeline.results import Environment, Gpu
 from pipeline.settings import Settings, VariantSettings
 
@@ -148,13 +147,6 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
                 f"{variant.kv_cache_dtype} KV {taken.backend}{', emulated' if taken.emulated else ''}{also}"
             )
     return "; ".join(dict.fromkeys(filter(None, parts)))
-
-
-def head_sizes(geometry: Geometry) -> list[int]:
-    """Of the attention layers, each once."""
-    return list(
-        dict.fromkeys(layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention))
-    )
 
 
 def _what(refusals: list[Refusal]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.compatibility import Engine, attention_backends
 from pipeline.compatibility.compilers import NEWEST_GCC, Need, compiled_modules, compiler_needs
 from pipeline.doctor.check import Check, ok, unfit
-from pipeline.doctor.scenario import CAPABILITIES, head_sizes
+from pipeline.doctor.scenario import CAPABILITIES
 from pipeline.doctor.software import locked
 from pipeline.environments.build import SERVE_CUDA, base_interpreter, environment_folder, is_complete
 from pipeline.environments.toolkit import (
@@ -25,7 +25,7 @@ from pipeline.environments.toolkit import (
 )
 from pipeline.errors import EnvironmentUnfitError
 from pipeline.gpu import lowest_capability
-from pipeline.planning.scenario import geometry_of
+from pipeline.planning.scenario import geometry_of, head_sizes
 from pipeline.results import Gpu
 from pipeline.serving.compiling import compile_environment
 from pipeline.settings import Settings, VariantSettings

@@ -55,11 +55,14 @@ def calibrate(settings: Settings, files: Sequence[Path], root: Path | None = Non
                     f"{path}: measured on {memory.name} with {memory.visible_bytes / GIB:.2f} GiB visible, "
                     f"not on {settings.device.name} with {settings.device.memory_gib}"
                 )
+    modelled = settings.overheads.model is not None
     seen: dict[tuple[str, str | None], list[Seen]] = {}
-    for run in runs:
+    for path, run in zip(files, runs, strict=True):
         for one in map(partial(_seen, run), TERMS):
-            if one is not None:
-                modelled = settings.overheads.model is not None
+            if one is not None and modelled and not one.driver:
+                raise UserInputError(f"{path}: its terms don't say what drove them; measure it again")
+            # Where the model has nothing, as of graphs in eager mode, there is nothing to fit.
+            if one is not None and (one.model_gib or not modelled):
                 seen.setdefault((one.name, one.driver if modelled else None), []).append(one)
     if not seen:
         raise UserInputError(
@@ -134,9 +137,6 @@ def _fitted(
     driver: str | None, seen: list[Seen], version: str, before: dict[str, Any] | None
 ) -> dict[str, Any]:
     values = [one.gib for one in seen]
-    model_gib = fmean(one.model_gib for one in seen)
-    if driver is not None and not model_gib:
-        driver = None  # the model has nothing of it, as no graphs in eager mode: there is nothing to scale
     return {
         "name": seen[0].name,
         "engine_versions": before["engine_versions"] if before else f"=={version}",
@@ -146,7 +146,7 @@ def _fitted(
         "source": f"own runs on vLLM {version}",
         "runs": len(values),
         "driver": driver,
-        "model_gib": None if driver is None else round(model_gib, 4),
+        "model_gib": None if driver is None else round(fmean(one.model_gib for one in seen), 4),
     }
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import fmean
 
 from pipeline.capacity import GIB, Card, Geometry, Term
-from pipeline.capacity.layers import Attention
 from pipeline.capacity.levers import Setup
 from pipeline.capacity.overheads import (
     Constant,
@@ -18,7 +17,7 @@ from pipeline.capacity.overheads import (
 )
 from pipeline.capacity.weights import WeightScheme
 from pipeline.compatibility import Engine, attention_backends
-from pipeline.planning.scenario import geometry_of, rules_of, scheme_of
+from pipeline.planning.scenario import geometry_of, head_sizes, rules_of, scheme_of
 from pipeline.settings import Settings, VariantSettings
 from pipeline.settings.overheads import OverheadTerm
 
@@ -74,8 +73,7 @@ def backend_of(settings: Settings, geometry: Geometry, kv_dtype: str, pinned: st
     if pinned is not None:
         return pinned
     engine = Engine(settings.server.engine_version, settings.device.kind, _capability(settings))
-    heads = {layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention)}
-    found = [attention_backends(kv_dtype, engine, head) for head in sorted(heads)]
+    found = [attention_backends(kv_dtype, engine, head) for head in head_sizes(geometry)]
     # A cache that nothing keeps is refused elsewhere; where heads differ the widest one's backend counts.
     return found[-1][0].backend if found and found[-1] else "TRITON_ATTN"
 

@@ -18,6 +18,7 @@ from pipeline.capacity import (
     rank_weight_bytes,
     weight_bytes,
 )
+from pipeline.capacity.layers import Attention
 from pipeline.compatibility import weight_scheme
 from pipeline.errors import UserInputError
 from pipeline.results import HandRow
@@ -35,6 +36,11 @@ def geometry_of(settings: Settings) -> Geometry:
     if settings.model.config is None:
         raise UserInputError(f"{where} is missing; `plan` needs the geometry of the model's config.json")
     return Geometry.from_config(settings.model.config, where)
+
+
+def head_sizes(geometry: Geometry) -> list[int]:
+    """Widths of the attention heads that the model has, narrow ones first."""
+    return sorted({layer.mixer.head_dim for layer in geometry.layers if isinstance(layer.mixer, Attention)})
 
 
 def rules_of(settings: Settings) -> EngineRules:

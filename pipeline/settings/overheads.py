@@ -100,8 +100,8 @@ class OverheadModel(Strict):
         missing = [name for name in wanted if name not in names]
         twice = sorted({name for name in names if names.count(name) > 1})
         if missing or twice:
-            what = f"no constant {', '.join(missing)}" if missing else f"given twice: {', '.join(twice)},"
-            raise ValueError(f"{what} for engine version {version}")
+            what = "no term for" if len(missing) == len(wanted) else "incomplete or given twice for"
+            raise ValueError(f"{what} engine version {version}: {', '.join(missing or twice)}")
         return {constant.name: constant for constant in found}
 
 

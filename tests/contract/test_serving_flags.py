@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.compatibility import Engine, attention_backends, weight_format, weight_kernel
-from pipeline.planning.card import card_of
+from pipeline.planning.card import card_of, drivers_of
 from pipeline.planning.scenario import geometry_of, row_of
 from pipeline.results import Capacity, PlanRow
 from pipeline.serving.command import ServeSpec, build_command, build_environment
@@ -80,8 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "weights_folder", lambda scheme: folder / scheme)
         for name, variant in settings.variants.items():
-            card = card_of(settings, variant)
-            budget = row_of(settings, variant, geometry_of(settings), card).budget.bytes
+            budget = row_of(settings, variant, geometry_of(settings), card_of(settings, variant)).budget.bytes
             row = PlanRow.model_construct(capacity=Capacity.model_construct(kv_budget_bytes=budget))
             specs[name] = context.serve_spec(settings, variant, row)
     argv = {
@@ -128,6 +127,26 @@ def test_the_engine_is_configured_as_the_variant_means_it(served: Served) -> Non
             assert got["max_num_batched_tokens"] == settings.server.max_num_batched_tokens, name
         recipe = settings.quantizers.get(settings.variants[name].weights)
         assert (got["quantization"] is None) == (recipe is None), (name, got["quantization"])
+
+
+def test_the_planners_overheads_come_from_the_engines_own_configuration(served: Served) -> None:
+    """Per variant: the runner, tokens a step, sequences, captured sizes and attention backend that vLLM itself ends up with."""
+    settings = served.settings
+    for name, variant in settings.variants.items():
+        got, layers = served.answers[name]["config"], served.answers[name]["layers"]
+        drivers = drivers_of(settings, variant)
+        assert (drivers is None) == (settings.device.kind == "cpu"), name
+        if drivers is None:
+            assert got["capture_sizes"] == [], "a plan of the demo has no graphs in it"
+            continue
+        assert (got["v2_unsupported"] == []) is drivers.v2, name
+        assert got["max_num_batched_tokens"] == drivers.max_num_batched_tokens, name
+        assert got["max_num_seqs"] == drivers.max_num_seqs, name
+        assert tuple(got["capture_sizes"]) == drivers.capture_sizes, name
+        assert got["cudagraph_mode"] == "FULL_AND_PIECEWISE", "decode batches are captured once more, whole"
+        assert set(layers["attention_backend"]) == {drivers.backend}, name
+        terms = {term.name for term in card_of(settings, variant).overheads}
+        assert terms == {"buffers", "activation", "non_torch", "sampler", "cuda_graphs"}, name
 
 
 def test_every_layer_runs_on_the_kernel_that_the_variant_means(served: Served) -> None:

@@ -93,6 +93,9 @@ def _configured(config: Any) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "capture_sizes": config.compilation_config.cudagraph_capture_sizes,
+        # What keeps the newer model runner from being taken, beside Triton, which a CPU's environment hasn't got.
+        "v2_unsupported": config._get_v2_model_runner_unsupported_features(),
         "pinned_backend": getattr(config.attention_config.backend, "name", None),
     }
 

@@ -157,12 +157,11 @@ def test_disk_counts_checkpoints_twice_and_what_must_be_built(
     free(monkeypatch, 500)
     [found] = check_disk(settings("rtx4090"))
     assert found.status == "ok"
-    # 14.2 downloaded and linked; 5.2 for each of three 4-bit schemes, 14.2 for 16-bit weights with KV scales, 8.1 for FP8; DVC copies
-    # all; environments: one at 6, three for a card at 14.
+    # 14.2 downloaded and linked; 5.2 for each of three 4-bit schemes, 14.2 for 16-bit weights with KV scales; DVC copies all; environments: one at 6, three for a card at 14.
     for part in (
         "download 14.2",
-        "checkpoints 37.9",
-        "DVC's copies 52.0",
+        "checkpoints 29.7",
+        "DVC's copies 43.9",
         "environments (orchestrator, serve-cuda, autoawq-cuda, llmcompressor-cuda) 48.0",
     ):
         assert part in found.found
@@ -385,9 +384,9 @@ def test_kernels_of_a_4090() -> None:
 
 
 def test_kernels_of_fp8_weights() -> None:
-    name = "kernels fp8-fp8kv-calibrated"
-    assert kernels("rtx4090", (8, 9))[name].found.startswith("weights CutlassFP8ScaledMMLinearKernel; fp8 KV")
-    assert kernels("rtx4090", (8, 6))[name].found.startswith("weights MarlinFP8ScaledMMLinearKernel; fp8 KV")
+    name, profile = "kernels fp8-fp8kv-calibrated", "rtx4090-full"
+    assert kernels(profile, (8, 9))[name].found.startswith("weights CutlassFP8ScaledMMLinearKernel; fp8 KV")
+    assert kernels(profile, (8, 6))[name].found.startswith("weights MarlinFP8ScaledMMLinearKernel; fp8 KV")
 
 
 def test_kernels_that_an_older_card_lacks() -> None:

@@ -41,9 +41,9 @@ def found(check: Callable[[], Any]) -> dict[str, Check]:
 
 
 def test_room_of_every_quantizer_on_host_card_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, idle = load_settings(["profile=rtx4090"], ROOT), RecordedNvml(rtx_4090())
+    settings, idle = load_settings(["profile=rtx4090-full"], ROOT), RecordedNvml(rtx_4090())
     told = found(lambda: check_room(settings, idle))
-    schemes = ("awq", "awq-lc", "awq-lc-kv", "bf16-kv", "fp8-kv")
+    schemes = ("awq", "awq-lc", "awq-lc-kv", "bf16-kv", "gptq", "fp8", "fp8-kv")
     assert {name: check.status for name, check in told.items()} == {f"room {name}": "ok" for name in schemes}
     assert "19.2 GiB of memory (30.0 free)" in told["room awq"].found
     assert "GiB of the card's memory (NVIDIA GeForce RTX 4090) (23.6 free)" in told["room awq-lc-kv"].found

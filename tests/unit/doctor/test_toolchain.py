@@ -53,7 +53,7 @@ def test_all_there(environment: Path, tmp_path: Path) -> None:
     assert {check.status for check in found.values()} == {"ok"}
     assert found["nvcc and ninja"].found == f"nvcc 13.0 in {environment}/cuda, {environment}/bin/ninja"
     assert found["kernels compiled at start"].found == (
-        "FlashInfer's in bf16-fp8kv, awq-pinned, awq-fp8kv, awq-fp8kv-calibrated; Triton's in every variant"
+        "FlashInfer's in bf16-fp8kv-calibrated, awq-fp8kv, awq-fp8kv-calibrated; Triton's in every variant"
     )
 
 

@@ -105,12 +105,8 @@ def test_what_drives_it_moves_it(rtx4090: Settings, expected: ProfileTime) -> No
     assert times["awq-fp8kv"].load.fill_s > times["awq"].load.fill_s  # more sequences to fill the pool with
 
 
-def test_scoring_one_sequence_at_a_time_takes_hours(
-    expected: ProfileTime, rtx4090: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(rtx4090.evalset), "batching", "serial", raising=False)
-    serial = profile_time(rtx4090)
-    assert serial is not None
+def test_scoring_one_sequence_at_a_time_takes_hours(expected: ProfileTime) -> None:
+    serial = changed("evalset.batching=serial")
     assert serial.quality_s > 2 * expected.quality_s
     assert serial.measure_s == expected.measure_s
 

@@ -27,10 +27,10 @@ STARTS = {
     "0.26-h100-tp4": (None, None, None, None, None, None, None),
     "0.27-16gb-card": ("0.27.1", None, None, "auto", None, None, None),
     "0.27-rtx3090-pp2": (None, None, None, None, None, None, None),
-    "0.32-rtx4090-awq": ("0.32.0", "FLASH_ATTN", MARLIN, "bfloat16", None, 282_928, 34.54),
-    "0.32-rtx4090-awq-pinned": ("0.32.0", "FLASHINFER", MARLIN, "bfloat16", None, 282_928, 34.54),
+    "0.32-rtx4090-awq": ("0.32.0", "FLASH_ATTN", MARLIN, "bfloat16", None, 291_280, 35.56),
+    "0.32-rtx4090-awq-pinned": ("0.32.0", "FLASHINFER", MARLIN, "bfloat16", None, 288_512, 35.22),
     "0.32-rtx4090-awq-fp8kv": ("0.32.0", "FLASHINFER", MARLIN, "fp8", "1.0", 577_024, 70.44),
-    "0.32-rtx4090-awq-kv-per-token-head": ("0.32.0", "TRITON_ATTN", MARLIN, "fp8_per_token_head", None, 548_704, 66.98),
+    "0.32-rtx4090-awq-kv-per-token-head": ("0.32.0", "TRITON_ATTN", MARLIN, "fp8_per_token_head", None, 564_928, 68.96),
     "0.32-awq-fallback": ("0.32.0", "FLASH_ATTN", f"AWQLinearMethod+{MARLIN}", "bfloat16", None, None, None),
     "0.32-compressed-tensors-scale-one": ("0.32.0", "FLASHINFER", MARLIN, "fp8", "1.0", None, None),
     # Without the probe nothing tells "scales came" from "nobody looked": null, never a guess.

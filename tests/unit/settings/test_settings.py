@@ -135,7 +135,6 @@ def test_the_rtx4090_has_its_variants_and_eval_sets() -> None:
     wanted = {
         "bf16",
         "bf16-again",
-        "bf16-fp8kv",
         "bf16-fp8kv-calibrated",
         "awq",
         "awq-lc",
@@ -144,7 +143,9 @@ def test_the_rtx4090_has_its_variants_and_eval_sets() -> None:
     }
     wanted |= {"awq-triton", "awq-kv-per-token-head"}
     assert wanted <= set(settings.variants)
-    assert set(full.variants) == set(settings.variants) | {"awq-pinned", "gptq", "fp8"}
+    assert set(full.variants) == set(settings.variants) | {
+        "bf16-fp8kv", "awq-pinned", "gptq", "fp8", "fp8-fp8kv-calibrated",
+    }  # fmt: skip
     own = {"profile", "variants", "quantizers", "hand_calculation", "choices"}
     assert full.model_dump(exclude=own) == settings.model_dump(exclude=own)
     assert (settings.server.max_model_len, settings.policy.required_sequences) == (8192, 60)
