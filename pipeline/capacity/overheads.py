@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.capacity.budget import GIB, Term
 from pipeline.capacity.geometry import Geometry
@@ -218,7 +218,7 @@ def _activation(geometry: Geometry, drivers: Drivers, constants: Constants) -> T
         return term
     # A profile run whose batch did ask for processing would hold one FP32 copy more.
     high = max(term.high_bytes, _around("", sampling + copied, constants["workspace_gib"], "").high_bytes)
-    return Term("activation", term.value_bytes, term.low_bytes, high, term.driver, term.source)
+    return replace(term, high_bytes=high)
 
 
 def _images(geometry: Geometry, tokens: int) -> int:

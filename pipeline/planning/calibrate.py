@@ -18,7 +18,7 @@ from pipeline.settings import Settings
 from pipeline.settings.overheads import OverheadSettings
 
 CARD_TOLERANCE_BYTES = GIB // 10
-"""Drivers differ in what they reserve of one card; less than the narrowest overhead band (conf/overheads/rtx4090.yaml)."""
+"""Drivers differ in what they reserve of one card; less than the narrowest band of what isn't computed (conf/overheads/rtx4090.yaml)."""
 TERMS = ("buffers", "activation", "non_torch", "cuda_graphs")
 REPEAT_GIB = 0.01
 """By so much starts of one configuration differ in the log: 0.86 and 0.87 GiB of graphs, else nothing, in 7 and 8 H100 starts of Qwen2.5-7B

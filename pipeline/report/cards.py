@@ -10,8 +10,8 @@ from pipeline.report.wording import NOT_MEASURED, listing, mebibytes, number, pe
 from pipeline.results import GpuLoad, GpuMemory
 
 CHANGE_LIMIT_BYTES = 64 * 1024**2
-"""What others may take or give back while an engine starts: less than an RTX 4090's smallest overhead, 0.10 GiB of buffers
-(conf/overheads/rtx4090.yaml)."""
+"""What others may take or give back while an engine starts: less than the smallest overhead of a 7B on an RTX 4090, 0.07 GiB of
+the sampler's state (`quantgate plan`)."""
 
 
 def cards_table(bundle: ResultBundle) -> Table | None:

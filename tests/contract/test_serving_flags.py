@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.capacity.overheads import Drivers
 from pipeline.compatibility import Engine, attention_backends, weight_format, weight_kernel
 from pipeline.planning.card import card_of, drivers_of
 from pipeline.planning.scenario import geometry_of, row_of
@@ -38,7 +39,7 @@ ADA = Engine(locked_engine()[1], "cuda", 89)
 HEAD_DIM = 128  # of the models that are served on a card: Qwen2.5-7B has 3584 / 28
 
 
-def in_engine(argv: dict[str, list[str]], card: dict[str, Any] | None, build: bool) -> dict[str, Any]:
+def in_engine(argv: dict[str, list[str]], card: dict[str, Any] | None, build: bool | str) -> dict[str, Any]:
     """One process of the serve environment for all command lines: importing vLLM takes 10 s."""
     spec = ServeSpec(
         locked_engine()[1], Path("x"), "x", "cpu" if card is None else "cuda", 16, 1, kv_cache_memory_bytes=1
@@ -147,6 +148,27 @@ def test_the_planners_overheads_come_from_the_engines_own_configuration(served: 
         assert set(layers["attention_backend"]) == {drivers.backend}, name
         terms = {term.name for term in card_of(settings, variant).overheads}
         assert terms == {"buffers", "activation", "non_torch", "sampler", "cuda_graphs"}, name
+
+
+def test_capture_sizes_are_the_engines_whatever_moves_them(tmp_path: Path) -> None:
+    """Off the grid of sizes, below the batched tokens, on a Hopper card, and eager: vLLM's own configuration beside the planner's."""
+    settings = load_settings(["profile=rtx4090"])
+    write_config(settings, "bf16", tmp_path / "bf16")
+    cases = [(128, 2048, False), (1, 2048, False), (100, 2048, False), (33, 2048, False), (256, 8192, False), (300, 2048, False),
+             (1024, 8192, False), (16, 24, False), (128, 100, False), (128, 2048, True)]  # fmt: skip
+    argv = {
+        f"{seqs} {tokens} {eager}": [
+            "--model", str(tmp_path / "bf16"), "--skip-tokenizer-init", "--max-model-len", "64", "--max-num-seqs", str(seqs),
+            "--max-num-batched-tokens", str(max(tokens, seqs)), *(["--enforce-eager"] if eager else []),
+        ]
+        for seqs, tokens, eager in cases
+    }  # fmt: skip
+    answers = in_engine(argv, RTX_4090, build="config")
+    for name, (seqs, tokens, eager) in zip(argv, cases, strict=True):
+        got = answers[name]["config"]
+        drivers = Drivers((0, 32), max(tokens, seqs), seqs, eager, capability=89)
+        assert tuple(got["capture_sizes"] or ()) == drivers.capture_sizes, name
+        assert got["cudagraph_mode"] == ("NONE" if eager else "FULL_AND_PIECEWISE"), name
 
 
 def test_every_layer_runs_on_the_kernel_that_the_variant_means(served: Served) -> None:

@@ -1,7 +1,7 @@
 """What the installed vLLM makes of command lines: its real parser, its real configuration, its real model on no memory.
 
 Runs in the serve environment: `python -m tests.support.engine_child`, a JSON request on stdin, a JSON answer in the last line of
-stdout. Request: {"card": {"name", "capability", "memory_bytes"} or null for the CPU, "argv": {name: [...]}, "build": bool}.
+stdout. Request: {"card": {"name", "capability", "memory_bytes"} or null for the CPU, "argv": {name: [...]}, "build": true, false or "config"}.
 Answer per name: what was parsed, what was configured, and with `build` what a model of it runs on (`engine_probe.describe`) and
 the log lines that were written on the way, or the error's traceback.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     print(json.dumps(answers, default=str))
 
 
-def _answer(argv: list[str], build: bool) -> dict[str, Any]:
+def _answer(argv: list[str], build: bool | str) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from pipeline.serving.flags.record import make_parser
@@ -47,7 +47,9 @@ def _answer(argv: list[str], build: bool) -> dict[str, Any]:
         if build:
             try:
                 config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-                answer |= {"config": _configured(config), "layers": _layers(config)}
+                answer["config"] = _configured(config)
+                if build != "config":
+                    answer["layers"] = _layers(config)
             except Exception:
                 answer["error"] = traceback.format_exc()
     return answer | {"log": "\n".join(lines)}
