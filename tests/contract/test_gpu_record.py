@@ -20,7 +20,7 @@ from pipeline.results import Gpu, GpuLoad, GpuMemory, save
 from pipeline.serving.command import ServeSpec, build_command
 from pipeline.serving.server import Server
 from pipeline.serving.signals import parse_log
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import Settings
 from tests.gpu import test_start as gpu_tests
 from tests.support.dummy_start import card_settings, dummy_spec, memory_run, planned, write_checkpoints
 from tests.support.recorded_nvml import RecordedNvml, rtx_4090
@@ -149,7 +149,7 @@ def test_the_records_become_the_cards_overheads(
         start = started(name, settings, card, tmp_path / name, monkeypatch)
         files.append(save(tmp_path / "records" / f"{name}.json", start.run))
     path, text = calibrate(settings, files, root)
-    again = load_settings(["profile=rtx4090", f"overheads={path.stem}"], root)
+    again = card_settings(root, f"overheads={path.stem}")
     runs: dict[str, list[int]] = {}
     for row in again.overheads.for_version("0.32.0"):
         runs.setdefault(row.name, []).append(row.runs)
