@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineFailedError
-from pipeline.results import EngineFacts, Quality, load, save
+from pipeline.results import BudgetTerm, EngineFacts, Quality, load, save
 from pipeline.settings import Settings, load_settings
 from pipeline.stages import measure, quality
 from tests.support import sample_results
@@ -61,7 +61,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     unknown = dict.fromkeys(("predicted_tokens", "predicted_tokens_band", "blocks_per_sequence"))
     planned = row.capacity.model_copy(update={**blocks, **unknown})
-    save("results/plan/bf16.json", row.model_copy(update={"capacity": planned, "terms": []}))
+    size = 15 * 2**30
+    weights_term = BudgetTerm(name="weights", predicted_bytes=size, low_bytes=size, high_bytes=size)
+    save("results/plan/bf16.json", row.model_copy(update={"capacity": planned, "terms": [weights_term]}))
     monkeypatch.setattr(measure, "make_driver", lambda *_: SimpleNamespace(session=lambda _: nullcontext()))
     monkeypatch.setattr(measure, "run_load", lambda *_: None)
     serve_from(monkeypatch, tmp_path)
