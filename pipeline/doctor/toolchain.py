@@ -45,7 +45,10 @@ def check_toolchain(
     """Compilers, headers and build tools that the profile's variants need. `variables`: the shell's."""
     inherited = os.environ if variables is None else variables
     if settings.device.kind == "cpu":
-        yield _cpu_compiler(inherited)
+        if (
+            not settings.server.enforce_eager
+        ):  # eager as the demo is, nothing is compiled (serving/command.py)
+            yield _cpu_compiler(inherited)
         return
     taken = {
         variant.name: (taken_backend(settings, variant, gpus), variant)
@@ -138,8 +141,8 @@ def _cxx_compiler(engine: Mapping[str, str]) -> Check:
 
 
 def _cpu_compiler(variables: Mapping[str, str]) -> Check:
-    """torch.compile's on a CPU: vLLM compiles its ranks of logprobs with it (vLLM 0.32, v1/sample/ops/logprobs.py), and the first
-    request that is scored ends the engine without one (torch 2.13: InvalidCxxCompiler)."""
+    """torch.compile's on a CPU: the model and the ranks of logprobs are compiled with it (vLLM 0.32, v1/sample/ops/logprobs.py), and
+    the engine ends without one (torch 2.13: InvalidCxxCompiler)."""
     name = (variables.get("CXX") or "g++").split()[0]
     if shutil.which(name, path=variables.get("PATH", os.defpath)) is None:
         return unfit(
