@@ -70,7 +70,7 @@ def _variables(folder: Path, scratch: Path) -> dict[str, str]:
 def environment(folder: Path, variables: dict[str, str]) -> None:
     """Packages that agree, import, and own their files alone."""
     python = folder / "bin" / "python"
-    print(_run([python, "-m", "pip", "check"], variables))
+    print(_run([build.uv(), "pip", "check", "--python", python], variables))
     print(_run([python, "-c", IMPORTS], variables))
     print(_run([python, "-c", COMPILED, cuda_home(folder) / STUB], variables))
     shared = clashes(folder)

@@ -17,9 +17,9 @@ from pipeline.doctor.machine import (
 from pipeline.doctor.model import check_source, local_config
 from pipeline.doctor.quantizing import check_leaks, check_overlap, check_room, check_tokens
 from pipeline.doctor.scenario import check_kernels, check_plan, check_quantizers, check_time
-from pipeline.doctor.software import check_environments, locked
+from pipeline.doctor.software import check_environments
 from pipeline.doctor.toolchain import check_toolchain
-from pipeline.environments import on_device
+from pipeline.environments import locked, on_device
 from pipeline.results import Environment
 from pipeline.serving.engine import check_engine
 from pipeline.settings import Settings

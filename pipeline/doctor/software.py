@@ -9,23 +9,13 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from pipeline.doctor.check import Check, ok, unfit, warn
-from pipeline.environments.build import environment_folder, is_complete, lock_file
+from pipeline.environments.build import environment_folder, is_complete, locked
 from pipeline.environments.needed import environments_of
 from pipeline.environments.owners import clashes, describe
 from pipeline.files import cache_folder
 from pipeline.settings import Settings
 
-TOOLS = frozenset({"pip", "setuptools", "wheel", "uv"})
-"""What a build leaves behind beside the lock: `venv` its pip, and uv where torch came through it."""
 SHOWN = 4
-
-
-def locked(name: str) -> dict[str, str]:
-    """Package -> version of an environment's lock, names normalized (PEP 503)."""
-    pairs = (
-        line.split(";")[0].split("==") for line in lock_file(name).read_text().splitlines() if "==" in line
-    )
-    return {canonicalize_name(package.split("[")[0].strip()): version.strip() for package, version in pairs}
 
 
 def installed(folder: Path) -> dict[str, str]:
@@ -53,7 +43,7 @@ def check_environment(name: str, folder: Path) -> Check:
         for package, version in sorted(wanted.items())
         if package in found and found[package] != version
     ]
-    surplus = sorted(found.keys() - wanted.keys() - TOOLS)
+    surplus = sorted(found.keys() - wanted.keys())
     again = f"remove {folder} and run `make environments`"
     if missing or other:
         lacks = [f"{package} is missing" for package in missing]

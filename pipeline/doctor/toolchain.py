@@ -14,8 +14,7 @@ from pipeline.compatibility import Engine, attention_backends
 from pipeline.compatibility.compilers import NEWEST_GCC, Need, compiled_modules, compiler_needs
 from pipeline.doctor.check import Check, ok, unfit
 from pipeline.doctor.scenario import CAPABILITIES
-from pipeline.doctor.software import locked
-from pipeline.environments.build import SERVE_CUDA, base_interpreter, environment_folder, is_complete
+from pipeline.environments.build import SERVE_CUDA, base_interpreter, environment_folder, is_complete, locked
 from pipeline.environments.toolkit import (
     NO_CXX,
     NO_NINJA,

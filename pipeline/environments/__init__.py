@@ -8,6 +8,14 @@ old environment is never half-updated.
 Standard library only: this code runs before anything is installed (`needed` alone reads settings, inside the orchestrator's).
 """
 
-from pipeline.environments.build import ENVIRONMENTS, ensure, interpreter, lock_file, on_device
+from pipeline.environments.build import (
+    ENVIRONMENTS,
+    ensure,
+    interpreter,
+    lock_file,
+    locked,
+    on_device,
+    unpack,
+)
 
-__all__ = ["ENVIRONMENTS", "ensure", "interpreter", "lock_file", "on_device"]
+__all__ = ["ENVIRONMENTS", "ensure", "interpreter", "lock_file", "locked", "on_device", "unpack"]

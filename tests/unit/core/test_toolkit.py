@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.doctor.software import locked
 from pipeline.environments import toolkit
-from pipeline.environments.build import SERVE_CUDA
+from pipeline.environments.build import SERVE_CUDA, locked
 from pipeline.environments.owners import clashes, describe
 from pipeline.errors import EnvironmentUnfitError
 from tests.support.fake_toolkit import host_tools, packaged

