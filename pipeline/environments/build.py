@@ -56,8 +56,8 @@ ELSEWHERE = frozenset(
 # of their imports hang: a shell that has PYTHONDONTWRITEBYTECODE would compile it again at each start.
 ENVIRONMENTS = {
     "orchestrator": (
-        "import dvc.cli, dvc.commands.repro, dvc.repo.reproduce, hydra, lm_eval.evaluator, lm_eval.models.openai_completions, "
-        "lm_eval.tasks, matplotlib.pyplot, mlflow.server, mlflow.store.tracking.sqlalchemy_store, pyarrow.parquet, pydantic, "
+        "import dvc.cli, dvc.commands.repro, dvc.repo.reproduce, hydra, hypothesis, lm_eval.evaluator, lm_eval.models.openai_completions, "
+        "lm_eval.tasks, matplotlib.pyplot, mlflow.server, mlflow.store.tracking.sqlalchemy_store, pyarrow.parquet, pydantic, pytest, "
         "rich.console, scipy.stats, transformers; transformers.AutoTokenizer"
     ),
     "serve": (

@@ -34,11 +34,12 @@ DISK_BYTES_S = 0.5e9
 GB/s from the page cache (tests/contract/recorded/log-0.24-rtx4090-qwen25-7b-bf16.txt)."""
 DISK_PASSES = 4
 """Over a checkpoint that a stage makes: written, read for the proof or the check, hashed by DVC, copied into its cache."""
-ENVIRONMENT_GB = {"orchestrator": 0.5, "serve-cuda": 4.4, "autoawq-cuda": 2.8, "llmcompressor-cuda": 2.8}
-"""Of wheels, by the index (10 GB together, and 0.4 GB of compiler for serve-cuda); another environment counts as the largest."""
-INSTALL_S, INSTALL_S_PER_GB = 40.0, 25.0
-"""Resolving and unpacking one of them, and by its wheels' size: 61 to 89 s were measured of environments of 0.5 to 1.5 GB of
-wheels (2 cores, 2026-12-01, resolving included)."""
+ENVIRONMENT_GB = {"orchestrator": 0.5, "serve-cuda": 4.4, "autoawq-cuda": 0.1, "llmcompressor-cuda": 0.1}
+"""Of wheels that the ones before don't have (torch and CUDA's libraries come once), by the index; another environment counts as
+the largest."""
+INSTALL_S, INSTALL_S_PER_GB = 15.0, 10.0
+"""Unpacking and linking one of them, and by its wheels' size: 9 to 25 s were measured of environments of 0.1 to 1 GB of wheels, the
+imports that prove them included (2 cores, uv 0.13.9, 2026-12-01)."""
 IMPORTS_S = 25.0
 """API server, engine core and worker, one after the other: 22 to 24 s (measured, 2 cores, vLLM 0.32, 2026-12-01)."""
 CAPTURE_S = 15.0

@@ -26,7 +26,7 @@ def write_wheel(folder: Path, name: str, version: str, text: str = "") -> str:
     path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for member, content in _members(name, version, text).items():
-            archive.writestr(member, content)
+            archive.writestr(zipfile.ZipInfo(member), content)  # the same bytes at any time
     return _hash(path)
 
 
