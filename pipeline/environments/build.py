@@ -125,6 +125,8 @@ def interpreter(name: str) -> Path:
 
 def ensure(name: str) -> Path:
     """Make environment `name` exist and `.venv/<name>` point to it; returns its folder. Instant when built."""
+    if name == TOOLS:
+        return uv().parents[1]
     folder = environment_folder(name)
     if not is_complete(folder):
         if name.endswith(CUDA) and not has_card():
@@ -316,10 +318,11 @@ def _install_torch(commands: _Commands, command: list[str], variables: Mapping[s
 
     uv knows that index by itself (`--torch-backend cpu`), so no host is written down here.
     """
-    if commands.attempt(command, variables) == 0:
+    code = commands.attempt(command, variables)
+    if code == 0:
         return
     if is_mismatch(commands.said()):
-        raise commands.failure(None)
+        raise commands.failure(commands.said(), code)
     commands.run([*command, "--torch-backend", "cpu"], variables)
 
 
@@ -347,15 +350,17 @@ class _Commands:
 
     def run(self, command: list[str], variables: Mapping[str, str], cwd: Path | None = None) -> None:
         """Run a command that must work; `EnvironmentUnfitError` with the cause found in the log."""
+        before = self.log.stat().st_size
         code = self.attempt(command, variables, cwd)
         if code:
-            raise self.failure(code)
+            raise self.failure(self.said(before), code)
 
-    def said(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+    def said(self, before: int = 0) -> str:
+        """What commands have said, from a place in the log on."""
+        return self.log.read_bytes()[before:].decode("utf-8", errors="replace")
 
-    def failure(self, code: int | None) -> EnvironmentUnfitError:
-        why = cause(self.said()) or f"exit code {code}"
+    def failure(self, said: str, code: int) -> EnvironmentUnfitError:
+        why = cause(said) or f"exit code {code}"
         return EnvironmentUnfitError(f"environment {self.name} couldn't be built: {why} (log: {self.log})")
 
 

@@ -110,6 +110,21 @@ def test_torch_comes_first_and_falls_back_to_the_cpu_index(
     assert fallback < rest
 
 
+def test_the_cause_is_the_failed_commands_own(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that torch was looked for in vain before it was found."""
+    made: list[list[str]] = []
+
+    def failing(command: list[str], **keywords: Any) -> subprocess.CompletedProcess[str]:
+        if command[-1].endswith("torch.txt"):
+            return fake_run(made, "torch.txt", "torch was not found")(command, **keywords)
+        return fake_run(made, "requirements.txt", "six was not found")(command, **keywords)
+
+    monkeypatch.setattr(build, "uv", lambda: scratch / "uv")
+    monkeypatch.setattr(subprocess, "run", failing)
+    with pytest.raises(EnvironmentUnfitError, match="couldn't be built: six was not found"):
+        build.ensure("serve")
+
+
 def test_a_torch_that_isnt_the_locked_one_is_not_looked_for_elsewhere(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
