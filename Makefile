@@ -59,7 +59,7 @@ ui: environments ## MLflow on 127.0.0.1:5000
 bench: environments ## ratios measured side by side in one run
 	@$(BIN)/python -m tests.bench
 
-lock: ## resolve the locks anew (needs uv)
+lock: ## write what the dependency groups ask for into the locks; versions that fit stay (remove a lock for the newest)
 	@$(PYTHON3) -m pipeline.environments lock
 
 clean: ## forget results, checkpoints and MLflow runs; environments stay in the cache folder
