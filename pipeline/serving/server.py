@@ -6,6 +6,9 @@
 `/health` is not readiness: it answers 200 while the first request still kills the engine (vLLM issue 44209, and AWQ on a CPU
 without AVX-512). So a server counts as ready when a real completion came back and its process lives on after it. The
 processes belong to a guard (`guard.py`), so that nothing stays behind in any ending, our own SIGKILL included.
+
+A start is 9 s on 2 quiet cores: imports 6, weights and the engine core's rest 2, the API server's routes 1. The next engine's imports aren't
+begun while this one is measured: on 2 cores they made it 11 % slower.
 """
 
 from __future__ import annotations

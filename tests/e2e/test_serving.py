@@ -105,7 +105,12 @@ with serve(spec(model), python, log, ENGINE_START_S) as server:
 """
 
 
+def listens(process: psutil.Process) -> bool:
+    return any(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
+
+
 def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) -> None:
+    """The lean engine: two processes, the core forked off the API server without its port, and known by its log all the same."""
     owner = subprocess.Popen(
         [sys.executable, "-c", PARENT, prepared_model, environment_python("serve"), tmp_path / "serve.log"],
         cwd=REPOSITORY,
@@ -115,6 +120,10 @@ def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) 
     assert owner.stdout is not None
     server = psutil.Process(int(owner.stdout.readline()))
     processes = [server, *server.children(recursive=True)]
+    assert [listens(process) for process in processes] == [True, False]
+    log = (tmp_path / "serve.log").read_text()
+    assert log.count("quantgate-cpu-plugin:") == log.count("quantgate-provenance:") == 1
+    assert "is started anew" not in log
     owner.kill()
     owner.wait()
     wait_until_empty(lambda: alive(processes))
