@@ -81,8 +81,9 @@ class EvalRun:
     """What to ask. `folder` None: `task` is one of lm-eval's own. `items` None asks all; `seed` picks the sample.
 
     `metric` says right or wrong about an item whose answer is generated, or of a benchmark; choices of a team's own set
-    are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of prompts in
-    flight, of which those that are scored go `prompts_per_request` in a request (`batching`). `looks`: how often a run may stop, evenly spaced over the items; 1: it doesn't.
+    are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of prompts in flight, of
+    which those that are scored go `prompts_per_request` in a request (`batching`). `looks`: how often a run may stop, evenly spaced
+    over the items; 1: it doesn't.
     `calibration`: id -> text that no item of lm-eval's own task may be in; a team's set is held against it earlier.
     """
 

@@ -165,8 +165,8 @@ def read_stream(path: Path) -> ScoredStream:
 def _all(
     client: StreamClient, work: Callable[[Any], Any], inputs: Sequence[Any], prompts: int = 1
 ) -> list[Any]:
-    """In the inputs' order, so many at a time that `concurrency` prompts are, of which an input has `prompts`. The first failure ends it: what hasn't begun is dropped, and what has begun
-    ends with the engine, which whoever started it stops next."""
+    """In the inputs' order, so many at a time that `concurrency` prompts are, of which an input has `prompts`. The first failure ends
+    it: what hasn't begun is dropped, and what has begun ends with the engine, which whoever started it stops next."""
     guard = StallGuard(client.progress)
     pool = ThreadPoolExecutor(max(2, client.concurrency // prompts))
     try:

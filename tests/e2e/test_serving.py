@@ -100,13 +100,16 @@ from pipeline.serving.server import serve
 from tests.e2e.test_serving import ENGINE_START_S, spec
 model, python, log = map(Path, sys.argv[1:])
 with serve(spec(model), python, log, ENGINE_START_S) as server:
-    print(server.pid, flush=True)
+    print(server.pid, server.port, flush=True)
     time.sleep(3600)
 """
 
 
-def listens(process: psutil.Process) -> bool:
-    return any(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
+def listens(process: psutil.Process, port: int) -> bool:
+    """At this port; the engine core has one of its own, for workers on other machines."""
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in process.net_connections("tcp")
+    )
 
 
 def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) -> None:
@@ -118,9 +121,10 @@ def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) 
         text=True,
     )
     assert owner.stdout is not None
-    server = psutil.Process(int(owner.stdout.readline()))
+    pid, port = map(int, owner.stdout.readline().split())
+    server = psutil.Process(pid)
     processes = [server, *server.children(recursive=True)]
-    assert [listens(process) for process in processes] == [True, False]
+    assert [listens(process, port) for process in processes] == [True, False]
     log = (tmp_path / "serve.log").read_text()
     assert log.count("quantgate-cpu-plugin:") == log.count("quantgate-provenance:") == 1
     assert "is started anew" not in log

@@ -75,9 +75,7 @@ def leave_port() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN:
-            os.dup2(
-                nothing, connection.fd
-            )  # the number stays taken: an object of the API server's still has it
+            os.dup2(nothing, connection.fd)  # not closed: an object of the API server's has the number
     os.close(nothing)
 
 
