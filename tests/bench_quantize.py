@@ -56,7 +56,7 @@ def main() -> None:
         f"{'share':>6} {'layers %':>12} {'MiB':>6} {'peak GiB':>8}"
     )
     with tempfile.TemporaryDirectory(prefix="quantgate-bench-") as folder:
-        model = _model(settings, Path(folder))
+        model = demo_model(settings, Path(folder))
         for changes in SETTINGS:
             recipe = QuantizeRecipe(**{"group_size": 64, "clip_search": False, **OPEN, **changes})
             environment = backend(recipe.backend).environment
@@ -68,7 +68,8 @@ def main() -> None:
             _row(settings, model, Path(folder) / "out", recipe)
 
 
-def _model(settings: Settings, folder: Path) -> Path:
+def demo_model(settings: Settings, folder: Path) -> Path:
+    """The demo's checked model, made in `folder` where the profile's run hasn't."""
     at_hand = Path("runs/demo/weights/bf16")
     if not (at_hand / "config.json").is_file():
         at_hand = folder / "model"

@@ -63,13 +63,17 @@ class ScoringModel(LocalCompletionsAPI):
         brings_bos: bool = False,
         cache: RequestCache | None = None,
         guard: StallGuard | None = None,
+        prompts_per_request: int = 1,
         **arguments: Any,
     ) -> None:
         """`brings_bos`: the prompts' text begins with its own BOS, as a chat template's may; then none is put before it.
 
         `guard` ends the run when the engine stands still; how long an answer may take is not limited otherwise.
+        `num_concurrent` counts prompts; those that are scored go `prompts_per_request` in a request.
         """
         super().__init__(**arguments)
+        self._prompts_in_flight = self._concurrent
+        self._prompts_per_request = prompts_per_request
         self.allow_truncated = allow_truncated
         self.truncated_items: set[str] = set()
         self.bos_tokens: set[int] = set()
@@ -170,6 +174,15 @@ class ScoringModel(LocalCompletionsAPI):
 
     # --- what is sent and read back ---------------------------------------------------------------------------
 
+    async def get_batched_requests(
+        self, requests: list[Any], cache_keys: list[Any], *, generate: bool = True, **kwargs: Any
+    ) -> Any:
+        """All requests, so many in flight that `num_concurrent` prompts are. Prompts to be continued go one by one: an answer that is
+        done would wait for the longest of its request, and its place with it."""
+        self._batch_size = 1 if generate else self._prompts_per_request
+        self._concurrent = max(2, self._prompts_in_flight // self._batch_size)
+        return await super().get_batched_requests(requests, cache_keys, generate=generate, **kwargs)
+
     async def amodel_call(
         self,
         session: Any,
@@ -184,40 +197,59 @@ class ScoringModel(LocalCompletionsAPI):
     ) -> Any:
         """One request, in flight with others; whatever went wrong on the way is the engine's failure.
 
-        The first failure ends the run. Those that follow from it end as cancelled: asyncio prints a traceback for every
-        other exception that nobody waits for.
+        Answers are kept by prompt, whatever it was sent with; what is kept isn't sent. The first failure ends the run. Those that
+        follow from it end as cancelled: asyncio prints a traceback for every other exception that nobody waits for.
         """
-        request = {
-            "messages": messages,
-            "generate": generate,
-            "context_tokens": ctxlens,
-            "settings": gen_kwargs,
-            "seed": self._seed,
-        }
-        kept = None if self._cache is None else self._cache.get(request)
-        if kept is not None:
-            return [Generation(*one) if generate else tuple(one) for one in kept]
+        contexts: Sequence[int | None] = ctxlens or [None] * len(messages)
+        keys = [
+            {
+                "messages": [message],
+                "generate": generate,
+                "context_tokens": [context] if ctxlens else ctxlens,
+                "settings": gen_kwargs,
+                "seed": self._seed,
+            }
+            for message, context in zip(messages, contexts, strict=True)
+        ]
+        answers = [self._kept(key, generate) for key in keys]
+        open_places = [place for place, answer in enumerate(answers) if answer is None]
+        if not open_places:
+            return answers
         try:
-            answers = await self._guarded(
+            found = await self._guarded(
                 super().amodel_call(
                     session,
                     sem,
-                    messages,
+                    [messages[place] for place in open_places],
                     generate=generate,
-                    cache_keys=cache_keys,
-                    ctxlens=ctxlens,
+                    cache_keys=cache_keys and [cache_keys[place] for place in open_places],
+                    ctxlens=ctxlens and [ctxlens[place] for place in open_places],
                     gen_kwargs=gen_kwargs,
                     **kwargs,
                 )
             )
+            if len(found) != len(open_places):
+                raise BadAnswer(
+                    f"the engine answered {len(found)} of the {len(open_places)} prompts of a request"
+                )
         except Exception as error:
             if self._failed:
                 raise asyncio.CancelledError from None
             self._failed = True
             raise (error if isinstance(error, EngineFailedError) else _endpoint_error(error)) from None
-        if self._cache is not None:
-            self._cache.put(request, [[str(a), a.cut] if generate else list(a) for a in answers])
+        for place, answer in zip(open_places, found, strict=True):
+            answers[place] = answer
+            if self._cache is not None:
+                kept = [str(answer), answer.cut] if generate else list(answer)
+                self._cache.put(keys[place], [kept])
         return answers
+
+    def _kept(self, key: dict[str, Any], generate: bool) -> Any | None:
+        """The cache's answer to one prompt; None where it has none."""
+        kept = None if self._cache is None else self._cache.get(key)
+        if kept is None:
+            return None
+        return Generation(*kept[0]) if generate else tuple(kept[0])
 
     async def _guarded(self, request: Coroutine[Any, Any, Any]) -> Any:
         """The request's answer; looks now and then whether the engine works at all."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import itertools
 import logging
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,8 +81,9 @@ class EvalRun:
     """What to ask. `folder` None: `task` is one of lm-eval's own. `items` None asks all; `seed` picks the sample.
 
     `metric` says right or wrong about an item whose answer is generated, or of a benchmark; choices of a team's own set
-    are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of requests in
-    flight (`batching`). `looks`: how often a run may stop, evenly spaced over the items; 1: it doesn't.
+    are judged by the highest loglikelihood. `fewshot` None: as the task says. `concurrency` is the number of prompts in flight, of
+    which those that are scored go `prompts_per_request` in a request (`batching`). `looks`: how often a run may stop, evenly spaced
+    over the items; 1: it doesn't.
     `calibration`: id -> text that no item of lm-eval's own task may be in; a team's set is held against it earlier.
     """
 
@@ -89,6 +92,7 @@ class EvalRun:
     items: int | None
     seed: int
     concurrency: int
+    prompts_per_request: int = 1
     metric: str | None = None
     filter: str = "none"
     fewshot: int | None = None
@@ -122,6 +126,19 @@ class Scores:
     @property
     def samples(self) -> list[Sample]:
         return self.scores.samples
+
+
+def load_ahead() -> threading.Thread:
+    """Import what scoring needs, beside something that is waited for: 0.8 s. A failure shows where it is needed."""
+
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("pipeline.quality.completions")
+            importlib.import_module("transformers.models.auto.tokenization_auto")
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    return thread
 
 
 def run_quality(run: EvalRun, endpoint: Endpoint, work_dir: Path, hooks: Hooks | None = None) -> Scores:
@@ -325,7 +342,8 @@ def _scoring_model(run: EvalRun, endpoint: Endpoint, hooks: Hooks) -> Any:
             max_gen_toks=ANSWER_TOKENS,
             max_length=endpoint.max_length,  # the default, 2048, cuts prompts or overruns the server
             num_concurrent=run.concurrency,
-            batch_size=1,  # several prompts in one request reach the scheduler in an order of its own
+            prompts_per_request=run.prompts_per_request,
+            batch_size=1,  # the client batches by itself, and only what is scored
             max_retries=1,  # a retry would hide an engine that answers only sometimes
             timeout=NO_LIMIT_S,  # a request may wait behind others for as long as the engine works: `StallGuard` looks after it
             seed=run.seed,

@@ -38,8 +38,8 @@ class StreamPrompt:
 
 @dataclass(frozen=True)
 class StreamClient:
-    """Where to send requests. `check` raises with the engine's cause of death, `progress` gives its counters; `cache` keeps what
-    was answered."""
+    """Where to send requests. `concurrency` counts prompts in flight, of which those that are scored go `prompts_per_request` in a
+    request. `check` raises with the engine's cause of death, `progress` gives its counters; `cache` keeps what was answered."""
 
     base_url: str
     served_name: str
@@ -48,13 +48,14 @@ class StreamClient:
     check: Callable[[], None]
     cache: RequestCache | None = None
     progress: Callable[[], object] = lambda: None
+    prompts_per_request: int = 1
+
+    def kept(self, path: str, body: dict[str, Any]) -> Any | None:
+        """What was answered before, from the cache."""
+        return None if self.cache is None else self.cache.get({"path": path, **body})
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer's JSON. `EngineFailedError` for anything but an answer."""
-        request = {"path": path, **body}
-        kept = None if self.cache is None else self.cache.get(request)
-        if kept is not None:
-            return kept
         try:
             with requests.Session() as session:
                 session.trust_env = False  # a proxy of the user's has no business with 127.0.0.1
@@ -83,8 +84,10 @@ def score_stream(client: StreamClient, stream: Sequence[StreamPrompt], top_k: in
 
     `EngineFailedError` where the engine returns fewer than asked, or something that is no logprob.
     """
-    prompts = _all(client, lambda prompt: _scored(client, prompt, top_k), stream)
-    return ScoredStream(stream_sha256(stream), top_k, tuple(prompts))
+    size = client.prompts_per_request
+    batches = [stream[start : start + size] for start in range(0, len(stream), size)]
+    found = _all(client, lambda batch: _scored(client, batch, top_k), batches, size)
+    return ScoredStream(stream_sha256(stream), top_k, tuple(prompt for batch in found for prompt in batch))
 
 
 def stream_sha256(stream: Sequence[StreamPrompt]) -> str:
@@ -159,11 +162,13 @@ def read_stream(path: Path) -> ScoredStream:
     return scored
 
 
-def _all(client: StreamClient, work: Callable[[Any], Any], inputs: Sequence[Any]) -> list[Any]:
-    """In the inputs' order, `concurrency` at a time. The first failure ends it: what hasn't begun is dropped, and what has begun
-    ends with the engine, which whoever started it stops next."""
+def _all(
+    client: StreamClient, work: Callable[[Any], Any], inputs: Sequence[Any], prompts: int = 1
+) -> list[Any]:
+    """In the inputs' order, so many at a time that `concurrency` prompts are, of which an input has `prompts`. The first failure ends
+    it: what hasn't begun is dropped, and what has begun ends with the engine, which whoever started it stops next."""
     guard = StallGuard(client.progress)
-    pool = ThreadPoolExecutor(client.concurrency)
+    pool = ThreadPoolExecutor(max(2, client.concurrency // prompts))
     try:
         futures = [pool.submit(work, one) for one in inputs]
         left = set(futures)
@@ -188,27 +193,48 @@ def _continued(client: StreamClient, item: Item, continuation_tokens: int) -> St
         "seed": client.seed,
         "return_token_ids": True,
     }
-    answer = client.post("/v1/completions", body)
-    choice = _only_choice(answer)
+    kept = client.kept("/v1/completions", body)
+    answer = kept or client.post("/v1/completions", body)
+    (choice,) = _choices(answer, 1)
     prompt, made = choice.get("prompt_token_ids"), choice.get("token_ids")
     for name, ids in (("prompt_token_ids", prompt), ("token_ids", made)):
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise EngineFailedError(f"the engine returned no {name} for item {item.id}")
-    client.keep("/v1/completions", body, answer)
+    if kept is None:
+        client.keep("/v1/completions", body, answer)
     return StreamPrompt(item.id, item.cluster, len(prompt), (*prompt, *made))
 
 
-def _scored(client: StreamClient, prompt: StreamPrompt, top_k: int) -> ScoredPrompt:
-    body: dict[str, Any] = {
-        "model": client.served_name,
-        "prompt": list(prompt.tokens),
-        "max_tokens": 1,
-        "temperature": 0,
-        "seed": client.seed,
-        "prompt_logprobs": top_k,
-    }
-    answer = client.post("/v1/completions", body)
-    found = _only_choice(answer).get("prompt_logprobs")
+def _scored(client: StreamClient, batch: Sequence[StreamPrompt], top_k: int) -> list[ScoredPrompt]:
+    """A request's prompts, scored. They are kept one by one, whatever they were sent with; what is kept isn't sent."""
+    bodies: list[dict[str, Any]] = [
+        {
+            "model": client.served_name,
+            "prompt": list(prompt.tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+            "seed": client.seed,
+            "prompt_logprobs": top_k,
+        }
+        for prompt in batch
+    ]
+    answers = [client.kept("/v1/completions", body) for body in bodies]
+    new = [place for place, answer in enumerate(answers) if answer is None]
+    if new:
+        body = {**bodies[0], "prompt": [bodies[place]["prompt"] for place in new]}
+        for place, choice in zip(new, _choices(client.post("/v1/completions", body), len(new)), strict=True):
+            answers[place] = {"choices": [{**choice, "index": 0}]}
+    found = [
+        _score_of(prompt, _choices(answer, 1)[0], top_k)
+        for prompt, answer in zip(batch, answers, strict=True)
+    ]
+    for place in new:
+        client.keep("/v1/completions", bodies[place], answers[place])
+    return found
+
+
+def _score_of(prompt: StreamPrompt, choice: dict[str, Any], top_k: int) -> ScoredPrompt:
+    found = choice.get("prompt_logprobs")
     if not isinstance(found, list) or len(found) != len(prompt.tokens):
         count = len(found) if isinstance(found, list) else "no"
         raise EngineFailedError(
@@ -218,7 +244,6 @@ def _scored(client: StreamClient, prompt: StreamPrompt, top_k: int) -> ScoredPro
         _place(entries, token, top_k, prompt.id)
         for entries, token in zip(found[1:], prompt.tokens[1:], strict=True)
     ]
-    client.keep("/v1/completions", body, answer)
     return ScoredPrompt(
         prompt.id,
         prompt.cluster,
@@ -253,10 +278,16 @@ def _place(
     return float(own), tuple(key for _, _, key in top), tuple(float(value) for value, _, _ in top)
 
 
-def _only_choice(answer: Any) -> dict[str, Any]:
+def _choices(answer: Any, prompts: int) -> list[dict[str, Any]]:
+    """One choice for each prompt of a request, in the prompts' order."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise EngineFailedError(
             f"the engine's answer to a request of the token stream has no choice: {str(answer)[:200]}"
         )
-    return choices[0]
+    by_index = {choice.get("index", 0): choice for choice in choices}
+    if len(choices) != prompts or set(by_index) != set(range(prompts)):
+        raise EngineFailedError(
+            f"the engine answered {len(choices)} of the {prompts} prompts of a request of the token stream"
+        )
+    return [by_index[place] for place in range(prompts)]

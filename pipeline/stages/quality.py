@@ -14,10 +14,10 @@ from pipeline.compatibility.weights import Engine
 from pipeline.digests import sha256_tree
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
 from pipeline.gpu import lowest_capability
-from pipeline.quality.batching import INVARIANT, batching_of
+from pipeline.quality.batching import INVARIANT, Batching, batching_of
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
-from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, run_quality
+from pipeline.quality.runner import Endpoint, EvalRun, Hooks, Scores, load_ahead, run_quality
 from pipeline.quality.sequential import plan_looks
 from pipeline.quality.statistics import compare, non_inferiority
 from pipeline.quality.stream import (
@@ -66,6 +66,7 @@ def run(settings: Settings, name: str) -> None:
     _refuse_invariance(settings, machine)
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
+    load_ahead()
     with serve(
         spec, python_of(settings, "serve"), logs / "serve.log", settings.server.startup_timeout_s
     ) as server:
@@ -97,7 +98,7 @@ def _scoring_spec(settings: Settings, spec: ServeSpec, measured: EngineFacts) ->
     A card's engine would size its pool by profiling, which differs from start to start and with the number of sequences: it is
     given the measured pool in bytes instead (vLLM 0.32 v1/worker/gpu_worker.py, determine_available_memory).
     """
-    batching = batching_of(settings.evalset.batching, settings.server.max_num_seqs)
+    batching = _batching(settings)
     return dataclasses.replace(
         spec,
         max_num_seqs=batching.max_num_seqs,
@@ -141,7 +142,7 @@ def _counters(server: Server) -> object:
 
 
 def _asked(settings: Settings, task: TaskSettings) -> EvalRun:
-    evalset = settings.evalset
+    evalset, batching = settings.evalset, _batching(settings)
     folder = None if evalset.folder is None or task.from_hub else Path(evalset.folder)
     # The reference was calibrated on nothing, but its items are those of every variant.
     held_against = folder is None and settings.quantizers
@@ -149,14 +150,15 @@ def _asked(settings: Settings, task: TaskSettings) -> EvalRun:
         folder=folder,
         calibration=load_texts(settings.calibration.file) if held_against else {},
         seed=evalset.seed,
-        concurrency=_in_flight(settings),
+        concurrency=batching.in_flight,
+        prompts_per_request=batching.prompts_per_request,
         looks=evalset.looks,
         **{key: getattr(task, key) for key in TaskSettings.model_fields if key != "from_hub"},
     )
 
 
-def _in_flight(settings: Settings) -> int:
-    return batching_of(settings.evalset.batching, settings.server.max_num_seqs).in_flight
+def _batching(settings: Settings) -> Batching:
+    return batching_of(settings.evalset.batching, settings.server.max_num_seqs)
 
 
 def _stops(settings: Settings, name: str, task: str) -> Any:
@@ -192,14 +194,16 @@ def _stream(settings: Settings, name: str, server: Server, cache: RequestCache) 
     evalset, wanted = settings.evalset, settings.evalset.divergence
     if wanted is None or evalset.folder is None:
         return ScoredStream(stream_sha256(()), 1, ())
+    batching = _batching(settings)
     client = StreamClient(
         server.base_url,
         server.served_name,
-        _in_flight(settings),
+        batching.in_flight,
         evalset.seed,
         server.check,
         cache,
         lambda: _counters(server),
+        batching.prompts_per_request,
     )
     if name == settings.reference:
         loaded = read_task(Path(evalset.folder), evalset.task).items

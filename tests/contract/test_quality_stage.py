@@ -164,7 +164,7 @@ def test_batch_invariance_is_a_cards() -> None:
 def test_an_engine_that_dies_leaves_the_answers_and_no_result(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine(monkeypatch, workspace, die_at_request=100)
+    engine(monkeypatch, workspace, die_at_request=10)
     with pytest.raises(EngineFailedError):
         quality.run(settings(), "bf16")
     assert not Path("results/quality").exists()

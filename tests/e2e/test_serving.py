@@ -100,12 +100,20 @@ from pipeline.serving.server import serve
 from tests.e2e.test_serving import ENGINE_START_S, spec
 model, python, log = map(Path, sys.argv[1:])
 with serve(spec(model), python, log, ENGINE_START_S) as server:
-    print(server.pid, flush=True)
+    print(server.pid, server.port, flush=True)
     time.sleep(3600)
 """
 
 
+def listens(process: psutil.Process, port: int) -> bool:
+    """At this port; the engine core has one of its own, for workers on other machines."""
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in process.net_connections("tcp")
+    )
+
+
 def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) -> None:
+    """The lean engine: two processes, the core forked off the API server without its port, and known by its log all the same."""
     owner = subprocess.Popen(
         [sys.executable, "-c", PARENT, prepared_model, environment_python("serve"), tmp_path / "serve.log"],
         cwd=REPOSITORY,
@@ -113,8 +121,13 @@ def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) 
         text=True,
     )
     assert owner.stdout is not None
-    server = psutil.Process(int(owner.stdout.readline()))
+    pid, port = map(int, owner.stdout.readline().split())
+    server = psutil.Process(pid)
     processes = [server, *server.children(recursive=True)]
+    assert [listens(process, port) for process in processes] == [True, False]
+    log = (tmp_path / "serve.log").read_text()
+    assert log.count("quantgate-cpu-plugin:") == log.count("quantgate-provenance:") == 1
+    assert "is started anew" not in log
     owner.kill()
     owner.wait()
     wait_until_empty(lambda: alive(processes))

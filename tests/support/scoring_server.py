@@ -42,8 +42,10 @@ def scoring_server(
     delay: Callable[[], None] | None = None,
     answers: Callable[[str], tuple[str, str]] | None = None,
     tokenizer: Path | None = None,
+    whole_request: bool = False,
 ) -> Iterator[ScoringServer]:
-    """Answer on a free port; `spoil` (or `status`) applies to every `every`-th request, `delay` runs before each.
+    """Answer on a free port; `spoil` (or `status`) applies to every `every`-th request, `delay` runs before each. With
+    `whole_request` it is the request, not the right answer, that `spoil` gets.
 
     With `answers` (the prompt's text -> generated text and finish reason) it generates; `tokenizer` is the folder of the
     tokenizer that turns ids back into text.
@@ -67,7 +69,7 @@ def scoring_server(
                 text, reason = answers(decode(request["prompt"][0]))
                 body = {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
             if spoiled and spoil is not None:
-                body = spoil(body)
+                body = spoil(request if whole_request else body)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             with contextlib.suppress(OSError):
                 self.send_response(status if spoiled else 200)

@@ -11,27 +11,33 @@ import os
 
 import pipeline
 from pipeline.serving import engine_probe
-from pipeline.serving.cpu_plugin import detect
+from pipeline.serving.cpu_plugin import detect, forking
 
 MARK = "quantgate-cpu-plugin:"
 # The stock kernel accepts every layer and fails at the first product, so it has to step aside for ours to be asked.
 BROKEN_STOCK_KERNEL = "CPUWNA16LinearKernel"
 logger = logging.getLogger("vllm.quantgate")  # a child of vLLM's logger: its handlers and prefixes
-_done = False
+_process = 0
 
 
 def register() -> None:
     """Emulate what is missing here; log one line. Idempotent. Raises `UserInputError` for a bad QUANTGATE_CPU_PLUGIN."""
-    global _done
-    if _done:
+    global _process
+    if _process == os.getpid():
         return
     needs = detect.needs()
-    engine_probe.install()
-    if needs.int4_awq_linear:
-        register_int4_linear()
-    if needs.fp8_kv_attention:
-        register_fp8_attention()
-    _done = True
+    if _process != 0:  # forked: everything is in place
+        forking.leave_port()
+    else:
+        engine_probe.install()
+        forking.install()
+        if needs.int4_awq_linear:
+            register_int4_linear()
+        if needs.fp8_kv_attention:
+            register_fp8_attention()
+    _process = os.getpid()
+    if not logger.isEnabledFor(logging.INFO):
+        return  # the API server, which has no log yet and must compute nothing before it forks
     rounding = None if needs.fp8_kv_attention else detect.stock_fp8_rounding()
     logger.info("%s %s", MARK, describe(needs, rounding))
 

@@ -22,6 +22,13 @@ def test_served_is_as_deployed_serial_is_one_and_invariant_says_so_to_the_engine
     assert batching_of("served", 1).in_flight == 2
 
 
+@pytest.mark.parametrize(("sequences", "prompts"), [(1, 1), (7, 1), (16, 2), (64, 8), (128, 16)])
+def test_prompts_of_a_request_leave_eight_requests_in_flight(sequences: int, prompts: int) -> None:
+    assert batching_of("served", sequences).prompts_per_request == prompts
+    assert batching_of("invariant", sequences).prompts_per_request == prompts
+    assert batching_of("serial", sequences).prompts_per_request == 1
+
+
 @pytest.mark.parametrize(("kind", "capability", "refused"), [
     ("cuda", 89, False), ("cuda", 80, False), ("cuda", 75, True), ("cuda", None, False), ("cpu", None, True),
 ])  # fmt: skip

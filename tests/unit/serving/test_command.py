@@ -118,11 +118,16 @@ def test_a_cpus_engine_starts_lean_unless_somebody_says_otherwise() -> None:
     lean = build_environment(spec(), {})
     assert (lean["VLLM_ENABLE_V1_MULTIPROCESSING"], lean["TORCHDYNAMO_DISABLE"]) == ("0", "1")
     assert int(lean["MALLOC_TRIM_THRESHOLD_"]) > 2**30
+    assert lean["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     usual = build_environment(spec(environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), {})
     assert usual["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in usual
+    named = build_environment(spec(environment={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}), {})
+    assert named["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert "TORCHDYNAMO_DISABLE" not in build_environment(spec(enforce_eager=False), {})
     cuda = build_environment(spec(target="cuda", kv_cache_memory_bytes=None, gpu_memory_utilization=0.92), {})
-    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"} & set(cuda)
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "TORCHDYNAMO_DISABLE"}
+    assert not ours & set(cuda)
 
 
 def test_environment_finds_the_plugin_before_anything_inherited() -> None:
