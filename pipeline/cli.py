@@ -167,14 +167,16 @@ def _use(arguments: argparse.Namespace) -> None:
 
 def _show(arguments: argparse.Namespace) -> None:
     from pipeline.files import read_json
-    from pipeline.report.terminal import verdict_table
-    from pipeline.results import Plan, Verdict, load
+    from pipeline.report.bundle import load_bundle
+    from pipeline.report.terminal import time_table, verdict_table
 
     profile = chosen_profile()
     point_at(profile)
     if not Path("results/verdict.json").is_file():
         raise UserInputError(f"{profile} has no verdict here yet: `dvc repro` makes it")
-    print(verdict_table(load("results/verdict.json", Verdict), load("results/plan.json", Plan)))
+    found = load_bundle("results", {})
+    print(verdict_table(found.verdict, found.plan))
+    print(time_table(found))
     page = read_json("results/tracking.json")["comparison_page"]
     print(f"\nreport:  {Path('results/report.html').resolve()}")
     print(f"MLflow:  `make ui`, then http://127.0.0.1:5000{page}")

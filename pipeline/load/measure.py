@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineFailedError
+from pipeline.laps import Laps
 from pipeline.load.bounds import Bound
 from pipeline.load.driver import Cell, CellResult, LoadSession, Request, Target
 from pipeline.load.fill import FILL_CELL, FillPlan, fill_result
@@ -85,6 +86,7 @@ class LoadOutcome:
     searches: list[SloSearch] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     """Of all searches, the unfinished one included."""
+    laps: Laps = field(default_factory=Laps)
 
 
 def run_load(
@@ -104,13 +106,17 @@ def run_load(
     runner = _Runner(session, server, sampler, stall_timeout_s, plan, outcome, time.monotonic())
     with sampler.often(FILL_SAMPLE_S):
         runner.warm_up()  # ends with a sample, so that the fill test's first isn't half a second away
-        runner.fill()
+        outcome.laps.end("warm-up")
+        if runner.fill():
+            outcome.laps.end("fill")
     for repeat in range(1, plan.repeats + 1):
         for level in plan.levels:
             if not runner.is_settled(level):
                 runner.level(level, repeat)
+                outcome.laps.end("levels")
     for search_plan, until_s in plan.searches:
         runner.search(search_plan, until_s)
+        outcome.laps.end(f"{search_plan.mode} search")
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,11 @@ class _Runner:
             self._run(Cell("warmup", self.plan.source.requests("warmup", count), concurrency=count))
         _await_sample(self.sampler, time.monotonic())  # the counters' starting point
 
-    def fill(self) -> None:
-        """Until the first request ends: then the pool has been as full as it gets (see `fill.py`)."""
+    def fill(self) -> bool:
+        """Until the first request ends: then the pool has been as full as it gets (see `fill.py`). False where none is planned."""
         given = self.plan.fill
         if given is None or self.plan.fill_source is None:
-            return
+            return False
         requests = self.plan.fill_source.requests(FILL_CELL, given.offered)
         cell = Cell(FILL_CELL, requests, concurrency=given.offered, stagger_s=STAGGER_S)
         ended: list[RequestRecord] = []
@@ -142,6 +148,7 @@ class _Runner:
         self.outcome.fill = fill_result(
             given, self.plan.capacity, self.plan.reported_tokens, result.records, list(self.sampler.timeline)
         )
+        return True
 
     def level(self, level: int, repeat: int) -> None:
         """One cell of fixed size. The warm-up is one request per stream, and runs into the measured ones."""

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserInputError
-from pipeline.results import AnyRecord, Environment, Measurement, Plan, Quality, Quantization, Verdict, load
+from pipeline.results import (
+    AnyRecord,
+    Environment,
+    Measurement,
+    Plan,
+    Quality,
+    Quantization,
+    StageTime,
+    Verdict,
+    load,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,9 @@ class ResultBundle:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The settings behind the numbers: group ("policy", "slo", "load", "evalset", …) -> key -> value, and
     "variants": variant -> one line of description."""
+
+    times: Mapping[str, StageTime] = field(default_factory=dict)
+    """Stage, with its item (measure@awq), -> when it last ran here."""
 
     @property
     def variants(self) -> list[str]:
@@ -57,7 +70,12 @@ def load_bundle(folder: str | Path, facts: Mapping[str, Any]) -> ResultBundle:
         environment=load(root / "environment.json", Environment),
         timelines={name: _timeline(root / "measure", name) for name in verdict.variants},
         facts=facts,
+        times={found.stage: found for found in _times(root / "time")},
     )
+
+
+def _times(folder: Path) -> list[StageTime]:
+    return [load(path, StageTime) for path in sorted(folder.glob("*.json"))]
 
 
 def _optional(path: Path, kind: type[AnyRecord]) -> AnyRecord | None:

@@ -11,14 +11,17 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.drawing import Canvas, Plot
 from pipeline.report.load_plots import load_plots
-from pipeline.report.palette import BAND, INK, LIMIT, MARKERS, MUTED, SERIES, SURFACE, Styles
+from pipeline.report.palette import BAND, CONTROL, INK, LIMIT, MARKERS, MUTED, SERIES, SURFACE, Styles
 from pipeline.report.reading import fitting_sequences, required_sequences
+from pipeline.report.times import stage_rows
 from pipeline.report.wording import count, points, points_interval
 from pipeline.results import Capacity, QualityDelta
 
 WIDE_INCHES = 8.8
 ROW_INCHES = 0.42
 LIMIT_DASHES = (0, (5, 3))
+PHASES = ("engine start", "fill", "levels", "search", "eval", "divergence", "quantization", "proof")
+"""What a stage's bar is made of, in the series' colours; all else is other."""
 
 
 def plots_of(bundle: ResultBundle, section: str) -> list[Plot]:
@@ -28,6 +31,7 @@ def plots_of(bundle: ResultBundle, section: str) -> list[Plot]:
         "load": load_plots,
         "quality": forest,
         "quantization": layer_errors,
+        "time": stage_times,
     }
     return drawers[section](bundle) if section in drawers else []
 
@@ -175,3 +179,46 @@ def layer_errors(bundle: ResultBundle) -> list[Plot]:
         axes.set_xlabel("layer")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return [canvas.plot()]
+
+
+def stage_times(bundle: ResultBundle) -> list[Plot]:
+    """A bar per stage, its phases one after another."""
+    rows = stage_rows(bundle)
+    if not rows:
+        return []
+    tasks = {task for found in bundle.qualities.values() if found for task in (found.task, *found.further)}
+    colours = dict(zip(PHASES, SERIES)) | {"other": CONTROL}
+    title = "Seconds by stage and phase"
+    with Canvas("time", title, width=WIDE_INCHES, height=1.1 + 0.24 * len(rows)) as canvas:
+        axes = canvas.axes
+        met: dict[str, Any] = {}
+        for place, row in enumerate(rows):
+            named = sum(phase.seconds for phase in row.phases)
+            parts = [(_kind(phase.name, tasks), phase.name, phase.seconds) for phase in row.phases]
+            parts.append(("other", "other" if row.phases else row.stage, max(0.0, row.seconds - named)))
+            left = 0.0
+            for kind, name, seconds in parts:
+                if seconds > 0:
+                    bar = axes.barh(place, seconds, left=left, height=0.62, color=colours[kind])
+                    bar[0].set_gid(canvas.tip(f"{row.stage}: {name} {seconds:,.1f} s"))
+                    met.setdefault(kind, bar)
+                left += seconds
+        shown = [kind for kind in colours if kind in met]
+        axes.legend(
+            [met[kind] for kind in shown], shown, frameon=False, ncols=len(shown), loc="lower right",
+            bbox_to_anchor=(1, 1), borderaxespad=0, handlelength=1.0, columnspacing=1.2,
+        )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [row.stage for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel("seconds")
+        axes.grid(axis="y", visible=False)
+        return [canvas.plot()]
+
+
+def _kind(phase: str, tasks: set[str]) -> str:
+    """Which of the bar's parts a phase is."""
+    if phase in tasks:
+        return "eval"
+    if phase.endswith(" search"):
+        return "search"
+    return phase if phase in PHASES else "other"

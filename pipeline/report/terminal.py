@@ -6,6 +6,7 @@ import re
 import textwrap
 import unicodedata
 
+from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import (
     control_summary,
     fitting_sequences,
@@ -14,6 +15,7 @@ from pipeline.report.reading import (
     required_sequences,
     why,
 )
+from pipeline.report.times import last_run, phase_text, stage_rows
 from pipeline.report.wording import (
     NOT_MEASURED,
     count,
@@ -65,6 +67,31 @@ def verdict_table(verdict: Verdict, plan: Plan | None = None) -> str:
     lines += ["", *textwrap.wrap(_plain(control_summary(verdict)), WIDTH)]
     title = f"{_plain(headline(verdict))} (profile {_plain(verdict.profile)}, reference {_plain(verdict.reference)})"
     return "\n".join([title, "", *lines]).replace("\u2212", "-").replace("\u00a0", " ") + "\n"
+
+
+def time_table(bundle: ResultBundle) -> str:
+    """Where the time went, a line per stage; empty where no stage left its time."""
+    rows = stage_rows(bundle)
+    if not rows:
+        return ""
+    whole, title = last_run(bundle), "Where the time went"
+    if whole is not None:
+        title += f": {_clock(whole.seconds)}, {_clock(whole.in_stages_s)} of it in stages"
+    width = max(_columns(_plain(row.stage)) for row in rows)
+    lines = [title, ""]
+    for row in rows:
+        head = f"{_plain(row.stage):<{width}}  {row.seconds:>6,.0f} s{' k' if row.kept else '  '}  "
+        lines += textwrap.wrap(f"{head}{phase_text(row)}", WIDTH, subsequent_indent=" " * len(head))
+    if any(row.kept for row in rows):
+        lines += ["", "k: DVC kept the results; the time is that of the run that made them"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = ((hours, "h"), (minutes, "min"), (rest if not hours else 0, "s"))
+    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
 
 
 def _rescue_lines(name: str, result: VariantVerdict) -> list[str]:

@@ -32,6 +32,7 @@ from pipeline.results.quantize import (
     TextFile,
 )
 from pipeline.results.record import AnyRecord, Decision, Record, load, save
+from pipeline.results.time import Phase, StageTime
 from pipeline.results.verdict import (
     Divergence,
     Estimate,
@@ -70,6 +71,7 @@ __all__ = [
     "MemoryRun",
     "ModuleCount",
     "ModuleError",
+    "Phase",
     "Plan",
     "PlanRow",
     "Probe",
@@ -85,6 +87,7 @@ __all__ = [
     "Saturation",
     "SliceScore",
     "SloSearch",
+    "StageTime",
     "SteadyWindow",
     "TaskFormat",
     "TaskScores",

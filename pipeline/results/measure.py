@@ -9,6 +9,7 @@ from pydantic import Field
 from pipeline.results.machine import Provenance
 from pipeline.results.plan import BudgetTerm, Capacity
 from pipeline.results.record import Record
+from pipeline.results.time import Phase
 
 
 class Distribution(Record):
@@ -157,6 +158,7 @@ class Measurement(Record):
     )
     startup_s: float
     wall_s: float
+    phases: list[Phase] = Field(default_factory=list, description="of wall_s; empty where nobody looked")
 
 
 class MemoryRun(Record):

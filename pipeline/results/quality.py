@@ -8,6 +8,7 @@ from pydantic import Field
 
 from pipeline.results.machine import Provenance
 from pipeline.results.record import Record
+from pipeline.results.time import Phase
 
 
 class Sample(Record):
@@ -120,3 +121,4 @@ class Quality(Record):
     lm_eval_version: str
     provenance: Provenance
     wall_s: float
+    phases: list[Phase] = Field(default_factory=list, description="of wall_s; empty where nobody looked")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 from pipeline.gpu import lowest_capability
 from pipeline.lifetime import end_with_dvc
 from pipeline.quality.batching import INVARIANT
-from pipeline.results import Environment, PlanRow, load
+from pipeline.results import Environment, PlanRow, StageTime, load, save
 from pipeline.runs import point_at
 from pipeline.serving.command import ServeSpec
 from pipeline.serving.engine import check_running
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 RESULTS = Path("results")
 WEIGHTS = Path("artifacts/weights")
 LOGS = RESULTS / "logs"
+TIMES = RESULTS / "time"
 
 
 def stage_main(run: Callable[[Settings, str], None], item: str | None = None) -> int:
@@ -38,7 +41,7 @@ def stage_main(run: Callable[[Settings, str], None], item: str | None = None) ->
 
     def body() -> None:
         end_with_dvc()
-        given = sys.argv[1:]
+        stage, given = Path(sys.argv[0]).stem, sys.argv[1:]
         if len(given) != (2 if item else 1):
             raise UserInputError(
                 f"this stage takes a profile{f' and one {item}' if item else ''}, given were {given}"
@@ -47,8 +50,21 @@ def stage_main(run: Callable[[Settings, str], None], item: str | None = None) ->
         check_graph(settings)
         point_at(settings.profile)
         run(settings, given[1] if item else "")
+        _keep_time("@".join([stage, *given[1:]]))
 
     return run_main(body)
+
+
+def _keep_time(stage: str) -> None:
+    """When this stage's process began and how long it took, beside the results: no stage depends on it."""
+    import psutil
+
+    began = psutil.Process().create_time()
+    started_at = datetime.fromtimestamp(began, UTC)
+    save(
+        TIMES / f"{stage}.json",
+        StageTime(stage=stage, started_at=started_at, wall_s=round(time.time() - began, 2)),
+    )
 
 
 def variant_of(settings: Settings, name: str) -> VariantSettings:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import EngineFailedError, QuantgateError
 from pipeline.files import write_json
 from pipeline.gpu import GpuSampler, summarise
+from pipeline.laps import Laps
 from pipeline.load.driver import make_driver
 from pipeline.load.fill import plan_fill
 from pipeline.load.judge import boundary
@@ -45,7 +45,7 @@ SAMPLE_INTERVAL_S = 0.5  # the fill test holds the pool full for a few decode st
 
 
 def run(settings: Settings, name: str) -> None:
-    started = time.monotonic()
+    laps = Laps()
     variant = variant_of(settings, name)
     machine = environment()
     row = planned(name)
@@ -54,13 +54,15 @@ def run(settings: Settings, name: str) -> None:
     plan = load_plan(settings, weights_folder(variant.weights), row.capacity)
     # As a deployed server has it: the load's prompts are distinct, and a hit rate above 1 % is an error.
     spec = dataclasses.replace(serve_spec(settings, variant, row), prefix_caching=True)
-    outcome = LoadOutcome()
+    outcome = LoadOutcome(laps=laps)
     driver = make_driver(settings.load.driver, python)
+    laps.end("preparation")
     # The load generator imports for 10 s on one core while the engine starts.
     with (
         driver.session(logs) as session,
         serve(spec, python, logs / "serve.log", settings.server.startup_timeout_s) as server,
     ):
+        laps.end("engine start")
         said = parse_log(server.log_text())
         check_served(settings, variant, spec, said, server.log_path)
         metrics = parse_metrics(server.metrics_text())
@@ -80,6 +82,7 @@ def run(settings: Settings, name: str) -> None:
                 raise
         server.check()
         signals = parse_log(server.log_text())
+    laps.end("shutdown")
     folder = RESULTS / "measure"
     requests_file = folder / f"{name}.requests.parquet"
     timeline_file = folder / f"{name}.timeline.jsonl"
@@ -89,6 +92,7 @@ def run(settings: Settings, name: str) -> None:
     source = provenance(server, signals, machine, load)
     facts = EngineFacts.of(source, capacity.reported_tokens, pool_bytes(row, metrics.num_gpu_blocks))
     save(folder / f"{name}.engine.json", facts)
+    laps.end("records")
     save(
         folder / f"{name}.json",
         Measurement(
@@ -105,7 +109,8 @@ def run(settings: Settings, name: str) -> None:
             timeline_file=str(timeline_file),
             provenance=source,
             startup_s=server.startup_s,
-            wall_s=time.monotonic() - started,
+            wall_s=laps.wall_s,
+            phases=laps.phases(),
         ),
     )
 

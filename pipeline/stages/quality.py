@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pipeline.compatibility.weights import Engine
 from pipeline.digests import sha256_tree
 from pipeline.errors import EngineFailedError, EnvironmentUnfitError, UserInputError
 from pipeline.gpu import lowest_capability
+from pipeline.laps import Laps
 from pipeline.quality.batching import INVARIANT, Batching, batching_of
 from pipeline.quality.cache import RequestCache
 from pipeline.quality.evalset import sample_items
@@ -58,7 +58,7 @@ FOLDER = RESULTS / "quality"
 
 
 def run(settings: Settings, name: str) -> None:
-    started = time.monotonic()
+    laps = Laps()
     variant, machine = variant_of(settings, name), environment()
     refuse_leaks(settings)
     row, measured = planned(name), load(RESULTS / "measure" / f"{name}.engine.json", EngineFacts)
@@ -66,10 +66,12 @@ def run(settings: Settings, name: str) -> None:
     _refuse_invariance(settings, machine)
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
+    laps.end("preparation")
     load_ahead()
     with serve(
         spec, python_of(settings, "serve"), logs / "serve.log", settings.server.startup_timeout_s
     ) as server:
+        laps.end("engine start")
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
         check_served(settings, variant, spec, said, server.log_path)
@@ -77,16 +79,19 @@ def run(settings: Settings, name: str) -> None:
         cache = RequestCache(CACHE, _identity(name, checkpoint, source))
         finished = False
         try:
-            scores = _score(settings, name, server, logs, cache)
+            scores = _score(settings, name, server, logs, cache, laps)
             stream = _stream(settings, name, server, cache)
+            laps.end("divergence")
             finished = True
         finally:
             cache.close(finished)
         signals = parse_log(server.log_text())
+    laps.end("shutdown")
     source = provenance(server, signals, machine)
     _require_same_engine(name, measured, EngineFacts.of(source, signals.kv_cache_tokens, None), spec)
-    record = _record(settings, name, scores, source, time.monotonic() - started)
     write_stream(FOLDER / f"{name}.logprobs.parquet", stream)
+    laps.end("records")
+    record = _record(settings, name, scores, source, laps)
     save(FOLDER / f"{name}.json", record)
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.3f} on "
     print(f"{name}: {accuracy}{record.n} items, {len(stream.prompts)} prompts of the token stream")
@@ -117,7 +122,7 @@ def _refuse_invariance(settings: Settings, machine: Environment) -> None:
 
 
 def _score(
-    settings: Settings, name: str, server: Server, logs: Path, cache: RequestCache
+    settings: Settings, name: str, server: Server, logs: Path, cache: RequestCache, laps: Laps
 ) -> dict[str, Scores]:
     """Every task's scores by its name, the first task first."""
     evalset = settings.evalset
@@ -132,6 +137,7 @@ def _score(
         print(f"{name}: task {task.task}", file=sys.stderr)
         hooks = Hooks(server.check, lambda: _counters(server), _stops(settings, name, task.task), cache)
         found[task.task] = run_quality(_asked(settings, task), endpoint, logs / task.task, hooks)
+        laps.end(task.task)
     return found
 
 
@@ -215,7 +221,7 @@ def _stream(settings: Settings, name: str, server: Server, cache: RequestCache) 
 
 
 def _record(
-    settings: Settings, name: str, scores: dict[str, Scores], source: Provenance, wall_s: float
+    settings: Settings, name: str, scores: dict[str, Scores], source: Provenance, laps: Laps
 ) -> Quality:
     evalset = settings.evalset
     first = scores[evalset.task]
@@ -240,7 +246,8 @@ def _record(
         further={task: one.scores for task, one in scores.items() if task != evalset.task},
         lm_eval_version=first.lm_eval_version,
         provenance=source,
-        wall_s=wall_s,
+        wall_s=laps.wall_s,
+        phases=laps.phases(),
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.quality.statistics import flipped
 from pipeline.report.bundle import ResultBundle
 from pipeline.report.reading import control_summary, fitting_sequences, headline, warnings, why
 from pipeline.report.sections.flips import score_lead
-from pipeline.results import Distribution, KvScales, LoadLevel, Quality, Quantization, VariantVerdict
+from pipeline.results import Distribution, KvScales, LoadLevel, Phase, Quality, Quantization, VariantVerdict
 from pipeline.tracking.cards import card_figures, card_tags
 
 MAX_PARAM_CHARACTERS = 6000  # mlflow 3.17 utils/validation.py, MAX_PARAM_VAL_LENGTH
@@ -253,6 +253,7 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
         )
     if measured is not None:
         yield from _points({"startup_s": measured.startup_s, "measure_wall_s": measured.wall_s})
+        yield from _points(_phase_figures("measure", measured.phases))
         for search in measured.searches:
             kind = "streams" if search.mode == "closed" else "rate"
             yield from _points({f"slo_{kind}_low": search.low, f"slo_{kind}_high": search.high})
@@ -262,6 +263,10 @@ def _variant_metrics(bundle: ResultBundle, variant: str) -> Iterable[MetricPoint
                 {f"load/{key}": value for key, value in figures.items()}, step=level.concurrency
             )
             yield from _points({f"{key}_at_{level.concurrency}": figures[key] for key in COMPARED_AT_LEVEL})
+
+
+def _phase_figures(stage: str, phases: Iterable[Phase]) -> dict[str, float | None]:
+    return {f"time/{stage}_{phase.name.replace(' ', '_')}_s": phase.seconds for phase in phases}
 
 
 def _capacity_figures(result: VariantVerdict) -> dict[str, float | None]:
@@ -287,6 +292,7 @@ def _quality_figures(result: VariantVerdict, quality: Quality | None) -> dict[st
             "quality_items": quality.n,
             "quality_wall_s": quality.wall_s,
         }
+        figures |= _phase_figures("quality", quality.phases)
         figures |= {f"slice/{label}_accuracy": score.accuracy for label, score in quality.slices.items()}
     delta = result.quality
     if delta is not None:

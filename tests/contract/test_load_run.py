@@ -132,7 +132,9 @@ def test_whole_run_is_recomputable_from_its_files(session: LoadSession, model: P
     for level in outcome.levels:
         share = level.client_cpu_share
         assert summarise(of(level.cell), timeline, SLO.limits, client_cpu_share=share) == level
+    assert [phase.name for phase in outcome.laps.phases()] == ["warm-up", "fill", "levels", "closed search"]
     (found,) = outcome.searches
+    assert outcome.laps.phases()[-1].seconds >= found.duration_s - 0.01
     for probe in found.probes:
         assert probe_result(of(probe.cell), probe.load, SLO, search, probe.client_cpu_share) == probe
     assert outcome.fill is not None and plan.fill is not None

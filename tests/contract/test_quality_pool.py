@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineFailedError
-from pipeline.results import BudgetTerm, EngineFacts, Quality, load, save
+from pipeline.results import BudgetTerm, EngineFacts, Measurement, Quality, load, save
 from pipeline.settings import Settings, load_settings
 from pipeline.stages import measure, quality
 from tests.support import sample_results
@@ -96,7 +96,17 @@ def test_quality_is_served_with_the_pool_that_was_measured(
     facts = load("results/measure/bf16.engine.json", EngineFacts)
     assert (facts.kv_tokens, facts.kv_cache_bytes) == (113_984, 113_984 * KAPPA_BYTES)
     quality.run(settings(batching), "bf16")
-    scored = load("results/quality/bf16.json", Quality).provenance
+    record = load("results/quality/bf16.json", Quality)
+    assert [phase.name for phase in record.phases] == [
+        "preparation", "engine start", "zoo", "divergence", "shutdown", "records",
+    ]  # fmt: skip
+    assert sum(phase.seconds for phase in record.phases) == pytest.approx(record.wall_s, abs=0.05)
+    measurement = load("results/measure/bf16.json", Measurement)
+    assert [phase.name for phase in measurement.phases] == [
+        "preparation", "engine start", "shutdown", "records",
+    ]  # fmt: skip
+    assert sum(phase.seconds for phase in measurement.phases) == pytest.approx(measurement.wall_s, abs=0.05)
+    scored = record.provenance
     assert option(scored.command, "--kv-cache-memory-bytes") == str(113_984 * KAPPA_BYTES)
     assert option(scored.command, "--max-num-seqs") == sequences
     assert scored.variables == ({"VLLM_BATCH_INVARIANT": "1"} if batching == "invariant" else {})

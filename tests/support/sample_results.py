@@ -11,6 +11,7 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipeline.report.bundle import ResultBundle
@@ -32,6 +33,7 @@ from pipeline.results import (
     Measurement,
     ModuleCount,
     ModuleError,
+    Phase,
     Plan,
     PlanRow,
     Provenance,
@@ -43,6 +45,7 @@ from pipeline.results import (
     Saturation,
     SliceScore,
     SloSearch,
+    StageTime,
     SteadyWindow,
     TaskFormat,
     TaskScores,
@@ -97,6 +100,22 @@ DESCRIPTIONS = {
 }
 
 
+def phases(*named: tuple[str, float]) -> list[Phase]:
+    return [Phase(name=name, seconds=seconds) for name, seconds in named]
+
+
+def times(measured: list[str]) -> dict[str, StageTime]:
+    """One `dvc repro` in which everything ran but `prepare`, which did an hour before."""
+    now = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    walls = {"environment": 2.5, "quantize@awq": 138.0, "plan": 3.0}
+    walls |= {f"measure@{name}": 131.0 for name in measured} | {f"quality@{name}": 100.0 for name in measured}
+    found = {"prepare": StageTime(stage="prepare", started_at=now - timedelta(hours=1), wall_s=24.0)}
+    for stage, wall_s in walls.items():
+        found[stage] = StageTime(stage=stage, started_at=now, wall_s=wall_s)
+        now += timedelta(seconds=wall_s + 1.5)
+    return found
+
+
 def sample_results(missing: frozenset[str] = frozenset()) -> ResultBundle:
     """Five variants; those named in `missing` have neither a measurement nor a quality result."""
     unknown = missing - SHAPES.keys()
@@ -134,6 +153,7 @@ def sample_results(missing: frozenset[str] = frozenset()) -> ResultBundle:
             "evalset": {"name": "team-demo", "items": 300, "seed": 1234},
             "variants": {name: DESCRIPTIONS[name] for name in SHAPES},
         },
+        times=times(measured=[name for name in SHAPES if name not in missing]),
     )
 
 
@@ -220,6 +240,13 @@ def measurement(name: str) -> Measurement:
         provenance=provenance(name),
         startup_s=41.3,
         wall_s=128.9,
+        phases=phases(
+            ("engine start", 24.0),
+            ("fill", 9.5),
+            ("levels", 40.2),
+            ("closed search", 51.0),
+            ("shutdown", 2.1),
+        ),
     )
 
 
@@ -391,6 +418,7 @@ def quality(name: str) -> Quality:
         lm_eval_version="0.4.13",
         provenance=provenance(name),
         wall_s=97.4,
+        phases=phases(("engine start", 25.0), ("team_demo", 52.3), ("divergence", 15.0), ("shutdown", 2.0)),
     )
 
 

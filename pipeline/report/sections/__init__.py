@@ -11,6 +11,7 @@ from pipeline.report.sections import (
     quantization,
     reference,
     rescue,
+    time,
     verdict,
 )
 from pipeline.report.sections.base import Section
@@ -27,6 +28,7 @@ def build_sections(bundle: ResultBundle) -> list[Section]:
         quantization.section(bundle),
         verdict.gates_section(bundle),
         provenance.section(bundle),
+        time.section(bundle),
         reference.section(bundle),
     ]
     return [section for section in found if section is not None]

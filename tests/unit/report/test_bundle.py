@@ -29,6 +29,8 @@ def write_results(folder: Path, bundle: ResultBundle) -> None:
             save(folder / "quality" / f"{name}.json", quality)
     for scheme, record in bundle.quantizations.items():
         save(folder / "quantize" / f"{scheme}.json", record)
+    for stage, found in bundle.times.items():
+        save(folder / "time" / f"{stage}.json", found)
 
 
 @pytest.mark.parametrize("missing", [frozenset(), frozenset({"awq"})])

@@ -133,8 +133,8 @@ def test_the_page_stays_small(rendered: tuple[str, str]) -> None:
 
 def test_every_plot_is_drawn_and_described(rendered: tuple[str, str]) -> None:
     labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', rendered[0])
-    # ladder; load curves, two plots of probes, ITL, timelines; forest; layer errors
-    assert len(labels) == 1 + (3 + 2 + 1 + len(SHAPES)) + 1 + 1
+    # ladder; load curves, two plots of probes, ITL, timelines; forest; layer errors; stages
+    assert len(labels) == 1 + (3 + 2 + 1 + len(SHAPES)) + 1 + 1 + 1
     assert len(set(labels)) == len(labels)
 
 
