@@ -6,10 +6,20 @@ BIN := .venv/orchestrator/bin
 .NOTPARALLEL:
 # Nothing of another Python's gets into the environments.
 unexport PYTHONPATH PYTHONHOME
+# What pytest leaves of each suite, for the summary at the end of `make test`.
+SUITES := .pytest_cache/suites
+result = --junitxml=$(SUITES)/$(1).xml --override-ini junit_duration_report=total
+# Workers of pytest-xdist, a module's tests on one of them: their fixtures are dear. The contract tests mostly wait, so they may be
+# more than the cores; an engine's start and a quantizer's run keep two cores busy between them, where one alone leaves one idle.
+workers = --numprocesses=$(1) --dist=loadfile
 # A PROFILE in the environment is somebody else's: this one rewrites params.yaml, so it must be asked for.
 ifneq ($(origin PROFILE),command line)
 override PROFILE :=
 endif
+# A fresh clone finds what ruff and mypy made of the same files elsewhere.
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantgate
+export RUFF_CACHE_DIR := $(CACHE)/ruff
+export MYPY_CACHE_DIR := $(CACHE)/mypy
 .PHONY: help profile environments doctor repro test lint unit contract e2e gpu-test card-check ui bench lock clean
 
 help: ## what there is
@@ -32,20 +42,23 @@ repro: environments ## quantize, serve, measure, evaluate, decide; then say wher
 	@$(BIN)/quantgate show
 
 test: environments ## everything, the end-to-end run on the real engine included; a suite that fails doesn't hide the next
-	@$(MAKE) --no-print-directory --keep-going lint unit contract e2e
+	@rm -rf $(SUITES)
+	@$(MAKE) --no-print-directory --keep-going lint unit contract e2e; suites=$$?; \
+		$(BIN)/python -m tests.summary unit serve_env contract e2e && exit $$suites
 
 lint: environments
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 
 unit: environments ## pure tests, then those that need PyTorch
 	@$(PYTHON3) -m pipeline.environments serve
-	@$(BIN)/pytest tests/unit; unit=$$?; .venv/serve/bin/python -m pytest tests/serve_env && exit $$unit
+	@$(BIN)/pytest tests/unit $(call workers,2) $(call result,unit); unit=$$?; \
+		.venv/serve/bin/python -m pytest tests/serve_env $(call workers,2) $(call result,serve_env) && exit $$unit
 
 contract: environments ## mock server, recorded logs, real argument parsers; lists what only a card can show
-	@$(BIN)/pytest tests/contract tests/gpu
+	@$(BIN)/pytest tests/contract tests/gpu $(call workers,3) $(call result,contract)
 
 e2e: environments ## real engine, real quantizer
-	@$(BIN)/pytest tests/e2e
+	@$(BIN)/pytest tests/e2e $(call workers,2) $(call result,e2e)
 
 gpu-test: environments ## what only a card can show; writes runs/gpu-test/ for `quantgate calibrate`
 	@$(BIN)/pytest tests/gpu

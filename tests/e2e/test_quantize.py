@@ -14,15 +14,13 @@ import pytest
 
 from pipeline.errors import EngineFailedError, QuantgateError, UserInputError
 from pipeline.models.child import run_module
-from pipeline.models.prepare import prepare
-from pipeline.models.source import LocalSource
 from pipeline.quantize import autoawq
 from pipeline.quantize.base import QuantizeRequest, quantize
 from pipeline.results import ModuleCount, Quantization
 from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from tests.support.environments import environment_python
-from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, prose, write_model, write_texts
+from tests.support.tiny_models import LLAMA, LLAMA_MHA, QWEN2, prose, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = QuantizeRecipe(
@@ -35,16 +33,15 @@ RECIPE = QuantizeRecipe(
     effective_error_range=(0.02, 0.35),
 )
 Tensors = dict[str, np.ndarray]
+TinyModel = Callable[[dict[str, Any]], Path]
 WIDE_OPEN: dict[str, Any] = {"effective_error_range": (0.0, 0.99), "layer_error_range": (0.0, 0.99)}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
 
-def make_request(folder: Path, config: dict[str, Any], recipe: QuantizeRecipe = RECIPE) -> QuantizeRequest:
-    origin = write_model(folder / "origin", config)
-    prepare(LocalSource(path=str(origin)), folder / "model", environment_python("serve"))
+def make_request(folder: Path, model: Path, recipe: QuantizeRecipe = RECIPE) -> QuantizeRequest:
     return QuantizeRequest(
         scheme="awq",
-        model_dir=folder / "model",
+        model_dir=model,
         out_dir=folder / "out",
         calibration_file=write_texts(folder / "calibration.jsonl", prose(10, seed=1)),
         heldout_file=write_texts(folder / "heldout.jsonl", prose(10, seed=2)),
@@ -53,10 +50,12 @@ def make_request(folder: Path, config: dict[str, Any], recipe: QuantizeRecipe = 
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizeRequest, Quantization]:
+def sound(
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[QuantizeRequest, Quantization]:
     """A quantized tiny Llama and its record."""
     folder = tmp_path_factory.mktemp("sound")
-    request = make_request(folder, LLAMA)
+    request = make_request(folder, tiny_model(LLAMA))
     return request, quantize(request, environment_python("autoawq"), log_path=folder / "quantize.log")
 
 
@@ -85,19 +84,19 @@ def test_record_says_what_was_done(sound: tuple[QuantizeRequest, Quantization]) 
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA_MHA], ids=["qwen2", "llama-mha"])
-def test_other_geometries_pass_too(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_other_geometries_pass_too(tiny_model: TinyModel, tmp_path: Path, config: dict[str, Any]) -> None:
     record = quantize(
-        make_request(tmp_path, config), environment_python("autoawq"), log_path=tmp_path / "log"
+        make_request(tmp_path, tiny_model(config)), environment_python("autoawq"), log_path=tmp_path / "log"
     )
     assert record.quantized_modules.found == 14
 
 
-def test_llm_compressor_writes_the_same_model_with_scales(tmp_path: Path) -> None:
+def test_llm_compressor_writes_the_same_model_with_scales(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Heads that aren't shared: AWQ moves factors through v here, and KV scales from before that would not be v's any more."""
     recipe = RECIPE.model_copy(
         update={"backend": "llmcompressor", "calibrate_kv_scales": True, "clip_search": True}
     )
-    request = make_request(tmp_path, LLAMA_MHA, recipe)
+    request = make_request(tmp_path, tiny_model(LLAMA_MHA), recipe)
     record = quantize(request, environment_python("llmcompressor"), log_path=tmp_path / "quantize.log")
     assert (record.backend, record.format, record.bits) == ("llmcompressor", "compressed-tensors", 4)
     assert record.quantized_modules == ModuleCount(expected=14, found=14, missing=[])
@@ -267,24 +266,30 @@ def test_perplexity_gate_stands_on_its_own(
         prove(broken, tmp_path / "log")
 
 
-def test_defect_of_autoawq_on_a_cpu_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_of_autoawq_on_a_cpu_is_caught(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the copied state AutoAWQ ruins the model silently; the stage fails and leaves no folder."""
     monkeypatch.setattr(autoawq, "BACKEND", replace(autoawq.BACKEND, module="tests.support.unsafe_autoawq"))
     with pytest.raises(QuantgateError, match="effective weight error"):
-        quantize(make_request(tmp_path, LLAMA), environment_python("autoawq"), log_path=tmp_path / "log")
+        quantize(
+            make_request(tmp_path, tiny_model(LLAMA)),
+            environment_python("autoawq"),
+            log_path=tmp_path / "log",
+        )
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_too_little_calibration_text_is_refused(tmp_path: Path) -> None:
-    request = make_request(tmp_path, LLAMA)
+def test_too_little_calibration_text_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    request = make_request(tmp_path, tiny_model(LLAMA))
     write_texts(request.calibration_file, ["Only a few words."])
     with pytest.raises(UserInputError, match="min_effective_tokens=512"):
         quantize(request, environment_python("autoawq"), log_path=tmp_path / "log")
 
 
-def test_earlier_result_survives_a_failed_run(tmp_path: Path) -> None:
-    request = make_request(tmp_path, LLAMA)
+def test_earlier_result_survives_a_failed_run(tiny_model: TinyModel, tmp_path: Path) -> None:
+    request = make_request(tmp_path, tiny_model(LLAMA))
     request.out_dir.mkdir()
     (request.out_dir / "earlier").write_text("result")
     with pytest.raises(EngineFailedError):

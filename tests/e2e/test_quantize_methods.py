@@ -17,7 +17,7 @@ from pipeline.serving.kv_scales import checkpoint_scales
 from pipeline.settings import load_settings
 from pipeline.settings.schema import QuantizeRecipe
 from pipeline.texts import read_texts
-from tests.e2e.test_quantize import make_request
+from tests.e2e.test_quantize import TinyModel, make_request
 from tests.support.environments import environment_python
 from tests.support.raw_safetensors import read_raw, times, write_raw
 from tests.support.tiny_models import LLAMA, LLAMA_MHA
@@ -30,11 +30,9 @@ GPTQ = SHORT | {"method": "gptq", "group_size": 64, "clip_search": False}
 FP8 = SHORT | {"method": "fp8", "bits": 8, "group_size": None, "zero_point": False, "clip_search": False}
 
 
-def made(
-    folder: Path, config: dict[str, Any], recipe: dict[str, Any]
-) -> tuple[QuantizeRequest, Quantization]:
+def made(folder: Path, model: Path, recipe: dict[str, Any]) -> tuple[QuantizeRequest, Quantization]:
     folder.mkdir(exist_ok=True)
-    request = make_request(folder, config, QuantizeRecipe(**recipe))
+    request = make_request(folder, model, QuantizeRecipe(**recipe))
     python = environment_python("llmcompressor")
     return request, quantize(request, python, log_path=folder / "quantize.log")
 
@@ -45,8 +43,8 @@ def prove(request: QuantizeRequest, log: Path) -> None:
     )
 
 
-def test_gptq_rounds_every_layer_without_folding(tmp_path: Path) -> None:
-    request, record = made(tmp_path / "gptq", LLAMA_MHA, GPTQ)
+def test_gptq_rounds_every_layer_without_folding(tiny_model: TinyModel, tmp_path: Path) -> None:
+    request, record = made(tmp_path / "gptq", tiny_model(LLAMA_MHA), GPTQ)
     assert (record.format, record.bits, record.group_size, record.zero_point) == (
         "compressed-tensors", 4, 64, True,
     )  # fmt: skip
@@ -75,38 +73,40 @@ def test_gptq_rounds_every_layer_without_folding(tmp_path: Path) -> None:
         prove(request.model_copy(update={"out_dir": folded}), tmp_path / "log")
 
 
-def test_fp8_needs_no_text_but_for_its_kv_scales(tmp_path: Path) -> None:
-    _, plain = made(tmp_path / "fp8", LLAMA, FP8)
+def test_fp8_needs_no_text_but_for_its_kv_scales(tiny_model: TinyModel, tmp_path: Path) -> None:
+    _, plain = made(tmp_path / "fp8", tiny_model(LLAMA), FP8)
     assert (plain.bits, plain.group_size, plain.activations) == (8, None, "float8_e4m3fn")
     assert plain.calibration is None and plain.kv_calibration is None and plain.kv_scales is None
     assert 0.022 < plain.effective_error.mean < 0.028
     assert plain.perplexity.round_to_nearest is None
     assert plain.weight_bytes == plain.predicted_weight_bytes
-    _, scaled = made(tmp_path / "fp8-kv", LLAMA, FP8 | {"calibrate_kv_scales": True})
+    _, scaled = made(tmp_path / "fp8-kv", tiny_model(LLAMA), FP8 | {"calibrate_kv_scales": True})
     assert scaled.kv_calibration is not None and scaled.kv_calibration.effective_tokens == 512
     assert scaled.kv_scales is not None and scaled.kv_scales.layers == 2
     assert scaled.weight_bytes == scaled.predicted_weight_bytes == plain.weight_bytes + 2 * 2 * 2
 
 
-def test_every_batch_of_text_counts_for_the_kv_scales(tmp_path: Path) -> None:
+def test_every_batch_of_text_counts_for_the_kv_scales(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Twice the sequences, the first half the same: no scale may fall, and the second half's largest values must show. By
     llm-compressor's own choice of observer a second batch moves a scale by 1 % of the difference."""
     found = []
     for samples in (4, 8):  # of 500 tokens: one batch of 2,000, and two
         text = {"calibrate_kv_scales": True, "samples": samples, "sequence_tokens": 500}
-        request, _ = made(tmp_path / str(samples), LLAMA, FP8 | text)
+        request, _ = made(tmp_path / str(samples), tiny_model(LLAMA), FP8 | text)
         scales = checkpoint_scales(request.out_dir)
         found.append([scale for layer in sorted(scales) for scale in scales[layer]])
     growth = [more / fewer for fewer, more in zip(*found)]
     assert min(growth) >= 1.0 and max(growth) > 1.02
 
 
-def test_kv_scales_are_of_their_own_text_and_leave_the_weights_as_their_twins(tmp_path: Path) -> None:
+def test_kv_scales_are_of_their_own_text_and_leave_the_weights_as_their_twins(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """What tells scales and quantizer apart: bit for bit the same weights, with scales and without."""
     awq = SHORT | {"group_size": 64}
     longer = {"calibrate_kv_scales": True, "kv_samples": 2, "kv_sequence_tokens": 500}
-    plain, _ = made(tmp_path / "plain", LLAMA, awq)
-    twin, record = made(tmp_path / "twin", LLAMA, awq | longer)
+    plain, _ = made(tmp_path / "plain", tiny_model(LLAMA), awq)
+    twin, record = made(tmp_path / "twin", tiny_model(LLAMA), awq | longer)
     assert record.calibration is not None and record.calibration.sequence_tokens == 128
     assert record.kv_calibration is not None
     assert (record.kv_calibration.effective_tokens, record.kv_calibration.sequence_tokens) == (1000, 500)
