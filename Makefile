@@ -11,7 +11,8 @@ SUITES := .pytest_cache/suites
 result = --junitxml=$(SUITES)/$(1).xml --override-ini junit_duration_report=total
 # Workers of pytest-xdist, a module's tests on one of them: their fixtures are dear. The contract tests mostly wait, so they may be
 # more than the cores; an engine's start and a quantizer's run keep two cores busy between them, where one alone leaves one idle.
-workers = --numprocesses=$(1) --dist=loadfile
+# One that dies isn't replaced: the next would run the same test again, nine times in all.
+workers = --numprocesses=$(1) --dist=loadfile --max-worker-restart=0
 # A PROFILE in the environment is somebody else's: this one rewrites params.yaml, so it must be asked for.
 ifneq ($(origin PROFILE),command line)
 override PROFILE :=

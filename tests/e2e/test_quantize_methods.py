@@ -102,7 +102,8 @@ def test_every_batch_of_text_counts_for_the_kv_scales(tiny_model: TinyModel, tmp
 def test_kv_scales_are_of_their_own_text_and_leave_the_weights_as_their_twins(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """What tells scales and quantizer apart: bit for bit the same weights, with scales and without."""
+    """What tells scales and quantizer apart: bit for bit the same weights, with scales and without. Nothing else in a record shows
+    which text the scales come from, so a checkpoint whose scales come from the weights' text must have others."""
     awq = SHORT | {"group_size": 64}
     longer = {"calibrate_kv_scales": True, "kv_samples": 2, "kv_sequence_tokens": 500}
     plain, _ = made(tmp_path / "plain", tiny_model(LLAMA), awq)
@@ -115,6 +116,15 @@ def test_kv_scales_are_of_their_own_text_and_leave_the_weights_as_their_twins(
     assert len(scales) == 4 and scaled.keys() - scales == without.keys()
     for name, tensor in without.items():
         assert tensor == scaled[name], name
+    of_weights_text = plain.model_copy(
+        update={
+            "out_dir": tmp_path / "of-weights-text",
+            "recipe": QuantizeRecipe(**awq, calibrate_kv_scales=True),
+        }
+    )
+    python, job = environment_python("llmcompressor"), of_weights_text.model_dump(mode="json")
+    run_module(python, "pipeline.quantize.llmcompressor", job, tmp_path / "log")
+    assert checkpoint_scales(of_weights_text.out_dir) != checkpoint_scales(twin.out_dir)
 
 
 def test_gptq_saves_much_of_roundings_loss_on_the_demos_model(prepared_model: Path, tmp_path: Path) -> None:
