@@ -8,7 +8,7 @@ from pipeline.serving.cpu_plugin.plugin_path import plugin_pythonpath
 
 # As the API server does: plugins before there is a log, then the port, then the engine core.
 FORK = """
-import logging, os, socket, sys
+import logging, os, socket, stat, sys
 import vllm.plugins
 vllm.plugins.load_general_plugins()
 import torch
@@ -19,22 +19,18 @@ if "threads" in sys.argv:
 from pipeline.serving.cpu_plugin import forking
 forking.TRIAL_S = 3.0
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # so does the platform, once it is configured
-listener = socket.create_server(("127.0.0.1", 0))
+port, listener = socket.socket(), socket.create_server(("127.0.0.1", 0))
+port.bind(("127.0.0.1", 0))
 context = utils.get_mp_context()
 print("method:", context.get_start_method(), flush=True)
 
 def engine_core():
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     vllm.plugins.load_general_plugins()
-    listener.close()
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5)
-    except ConnectionRefusedError:
-        print("refused", flush=True)
+    print("ports:", [stat.S_ISSOCK(os.fstat(one.fileno()).st_mode) for one in (port, listener)], flush=True)
     torch.ones(1 << 20).add_(1.0)
     print("computed", flush=True)
 
-port = listener.getsockname()[1]
 if context.get_start_method() == "fork":
     core = context.Process(target=engine_core)
     core.start()
@@ -66,6 +62,7 @@ def run(*argv: str, **variables: str) -> str:
 def test_a_forked_engine_core_computes_and_says_what_it_runs_on():
     said = run()
     assert "method: fork\n" in said and "computed\n" in said
+    assert "ports: [False, False]\n" in said
     assert said.count("quantgate-cpu-plugin:") == 1
 
 

@@ -8,11 +8,14 @@ is tried first, by a child that computes something and is gone; where it hangs, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,15 +71,25 @@ def survives_fork(work: Callable[[], object], timeout_s: float) -> bool:
 
 
 def leave_port() -> None:
-    """Close the API server's port in the engine core, which was forked with it open: a client of a dead server would wait for an answer
-    instead of being refused."""
-    import psutil
-
+    """Let go of the API server's port in the engine core, which was forked with it open: a client of a dead server would wait for an
+    answer instead of being refused. The port is bound by then, not listened at."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN:
-            os.dup2(nothing, connection.fd)  # not closed: an object of the API server's has the number
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the folder's own number
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_port(number):
+                os.dup2(nothing, number)  # not closed: an object of the API server's has the number
     os.close(nothing)
+
+
+def _is_port(number: int) -> bool:
+    with socket.socket(fileno=os.dup(number)) as one:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            return False
+        try:
+            one.getpeername()
+        except OSError:
+            return one.getsockname()[1] != 0
+        return False
 
 
 def _compute() -> None:
