@@ -400,7 +400,7 @@ def test_kernels_that_an_older_card_lacks() -> None:
 def test_kernels_of_a_cpu_without_avx_512_are_emulated() -> None:
     found = kernels("demo", None)
     assert found["kernels awq-fp8kv"].found == (
-        "weights Int4PackLinearKernel, emulated; fp8 KV CPU_ATTN_FP8, emulated"
+        "weights Int4PackLinearKernel, emulated, by need; fp8 KV CPU_ATTN_FP8, emulated, by need"
     )
 
 

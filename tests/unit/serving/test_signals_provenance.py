@@ -62,6 +62,7 @@ def test_everything_the_log_says_arrives() -> None:
         "kv_scales": "1.0",
         "kv_rounding": "toward-zero",
         "emulated": [],
+        "kernels": {},
         "sampler": None,
         "compiled_with": None,
         "cpu_flags": ["avx2"],
