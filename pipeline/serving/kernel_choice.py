@@ -122,19 +122,28 @@ def _ratio(times: Sequence[KernelTimes]) -> float:
 
 
 def _compare(settings: Settings, machine: Environment, python: Path) -> Compared:
-    """Compare all parts that the model has, and keep the times. Waits until no engine of ours runs beside it."""
+    """Compare all parts that the model has, and keep the times."""
+    found = compare_now(settings, python)
     key = _key(settings, machine)
+    write_json(_path(key), {"key": key, "compared": TypeAdapter(Compared).dump_python(found, mode="json")})
+    return found
+
+
+def compare_now(settings: Settings, python: Path) -> Compared:
+    """The times, kept nowhere. As the server runs, and only once no engine of ours runs beside it."""
     server = settings.server
     spec = ServeSpec(
-        engine_version=server.engine_version, model_dir=Path("unused"), served_name="comparison", target="cpu",
-        max_model_len=server.max_model_len, max_num_seqs=server.max_num_seqs, kv_cache_memory_bytes=1,
+        engine_version=server.engine_version,
+        model_dir=Path("unused"),
+        served_name="comparison",
+        target="cpu",
+        max_model_len=server.max_model_len,
+        max_num_seqs=server.max_num_seqs,
+        kv_cache_memory_bytes=1,
         environment=server.environment,
-    )  # fmt: skip
+    )
     with engine_leases([]):
-        found = run_comparison(python, key["shapes"], build_environment(spec, python=python))
-    adapter = TypeAdapter(Compared)
-    write_json(_path(key), {"key": key, "compared": adapter.dump_python(found, mode="json")})
-    return found
+        return run_comparison(python, _request(settings), build_environment(spec, python=python))
 
 
 def run_comparison(python: Path, shapes: Mapping[str, Any], environment: Mapping[str, str]) -> Compared:

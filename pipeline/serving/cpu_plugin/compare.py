@@ -165,7 +165,7 @@ def _parameter(data: Any, **places: int) -> Any:
 
 def _attention(
     backend: Any, cache_dtype: str, heads: int, kv_heads: int, head_size: int, block_size: int, tokens: int
-) -> Callable[[], object]:
+) -> Callable[[], Any]:
     """One step of `tokens` tokens: each of a sequence of its own, or one sequence's prompt where they are many."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -207,9 +207,9 @@ def _attention(
 
     metadata = builder.build(0, common)
 
-    def step() -> None:
+    def step() -> Any:
         impl.do_kv_cache_update(layer, key, value, cache, slots.flatten())
-        impl.forward(layer, query, key, value, cache, metadata, output)
+        return impl.forward(layer, query, key, value, cache, metadata, output)
 
     return step
 
