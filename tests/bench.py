@@ -18,7 +18,7 @@ from pipeline.errors import run_main
 from pipeline.quality.intervals import paired_interval
 from pipeline.quality.power import items_to_decide
 from pipeline.quality.significance import mcnemar_exact
-from tests import bench_geometry, bench_peers, bench_quantize, bench_scoring
+from tests import bench_geometry, bench_kernels, bench_peers, bench_quantize, bench_scoring
 from tests.bench_load import accuracy, driver_overhead, search_saving
 from tests.support.flips import coverage, false_go_rate, sequential_runs
 from tests.support.geometries import SMOLLM2
@@ -39,6 +39,7 @@ def main() -> None:
         "geometry": bench_geometry.main,
         "quantize": bench_quantize.main,
         "scoring": bench_scoring.main,
+        "kernels": bench_kernels.main,
     }
     chosen = sys.argv[1:] or list(sections)
     unknown = [name for name in chosen if name not in sections]

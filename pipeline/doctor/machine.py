@@ -36,7 +36,7 @@ def check_processor(settings: Settings, machine: Environment) -> Check:
     if "avx2" not in machine.cpu_flags:
         return unfit("CPU", f"{machine.cpu_model} has no AVX2", "vLLM's CPU build needs an x86 CPU with AVX2")
     if "avx512f" in machine.cpu_flags:
-        return ok("CPU", f"{found}, AVX-512: stock kernels")
+        return ok("CPU", f"{found}, AVX-512: int4 and FP8 KV have stock kernels")
     return ok("CPU", f"{found}, no AVX-512: int4 and FP8 KV run emulated, labelled so")
 
 

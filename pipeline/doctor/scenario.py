@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pipeline.capacity import Geometry
 from pipeline.compatibility import (
@@ -23,7 +23,8 @@ from pipeline.doctor.check import Check, ok, unfit, warn, wrong
 from pipeline.gpu import lowest_capability
 from pipeline.planning import plan_of
 from pipeline.planning.scenario import geometry_of, head_sizes
-from pipeline.results import Environment, Gpu
+from pipeline.results import Environment, Gpu, KernelChoice
+from pipeline.serving.kernel_choice import settled
 from pipeline.settings import Settings, VariantSettings
 
 
@@ -73,6 +74,7 @@ def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> 
         yield _unknown("kernels")
         return
     geometry = geometry_of(settings)
+    chosen = settled(settings, machine)
     if device.kind == "cuda" and not gpus:
         yield warn("kernels", f"not checked: there is no card. {_needed(settings, geometry)}", "see GPU")
         return
@@ -86,7 +88,7 @@ def check_kernels(settings: Settings, machine: Environment, gpus: list[Gpu]) -> 
     for variant in settings.variants.values():
         name = f"kernels {variant.name}"
         refusals = _refusals(settings, variant, geometry, engine)
-        found = _kernels(settings, variant, geometry, engine)
+        found = _kernels(settings, variant, geometry, engine, chosen)
         if refusals:
             yield unfit(name, _what(refusals), refusals[0].fix)
         else:
@@ -130,12 +132,22 @@ def _refusals(
     return found
 
 
-def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, engine: Engine) -> str:
+def _kernels(
+    settings: Settings,
+    variant: VariantSettings,
+    geometry: Geometry,
+    engine: Engine,
+    chosen: Mapping[str, KernelChoice | None],
+) -> str:
+    """`chosen`: whose kernel runs a CPU's parts, None where the first run will compare."""
     parts = []
     recipe = settings.quantizers.get(variant.weights)
     if recipe is not None and recipe.quantizes_weights:
         row = weight_kernel(engine, weight_format(recipe))
-        parts.append(f"weights {row.kernel}{', emulated' if row.emulated else ''}" if row else "")
+        if row is not None and "int4" in chosen and recipe.bits == 4:
+            parts.append(f"weights {_two('int4', 'CPUWNA16LinearKernel', 'Int4PackLinearKernel', chosen)}")
+        elif row is not None:
+            parts.append(f"weights {row.kernel}")
     pinned = variant.attention_backend
     for head in head_sizes(geometry):
         backends = attention_backends(variant.kv_cache_dtype, engine, head)
@@ -143,10 +155,21 @@ def _kernels(settings: Settings, variant: VariantSettings, geometry: Geometry, e
         if taken is not None:
             others = [row.backend for row in backends if row is not taken]
             also = f" (or {', '.join(others)})" if others and pinned is None and engine.kind == "cuda" else ""
-            parts.append(
-                f"{variant.kv_cache_dtype} KV {taken.backend}{', emulated' if taken.emulated else ''}{also}"
-            )
+            backend = f"{taken.backend}{also}"
+            if "fp8_kv" in chosen and variant.kv_cache_dtype == "fp8":
+                backend = _two("fp8_kv", "CPU_ATTN", "CPU_ATTN_FP8", chosen)
+            parts.append(f"{variant.kv_cache_dtype} KV {backend}")
     return "; ".join(dict.fromkeys(filter(None, parts)))
+
+
+def _two(part: str, stock: str, plugin: str, chosen: Mapping[str, KernelChoice | None]) -> str:
+    """Which of a part's two kernels runs, and why."""
+    choice = chosen[part]
+    if choice is None:
+        return f"{stock} or {plugin} of the plugin, whichever a comparison at the first run finds faster"
+    if choice.taken == "stock":
+        return f"{stock}, stock, by {choice.why}"
+    return f"{plugin}, emulated, by {choice.why}"
 
 
 def _what(refusals: list[Refusal]) -> str:

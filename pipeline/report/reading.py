@@ -77,6 +77,19 @@ def control_summary(verdict: Verdict) -> str:
     )
 
 
+def _why_plugin(bundle: ResultBundle) -> str:
+    """Words for a sentence; empty where the results don't say."""
+    found = [result.provenance.kernels for result in bundle.verdict.variants.values() if result.provenance]
+    reasons = {choice.why for kernels in found for choice in kernels.values() if choice.taken == "plugin"}
+    words = {
+        "need": "because this processor has no stock kernel for it",
+        "setting": "as the device's settings ask",
+        "comparison": "which was the faster in a comparison on this machine",
+    }
+    said = [text for reason, text in words.items() if reason in reasons]
+    return f", {listing(said)}" if said else ""
+
+
 def warnings(bundle: ResultBundle) -> list[tuple[str, str]]:
     """(title, text) of what a reader must know before any number: emulated memory, emulated kernels, a card that was disturbed."""
     plan, verdict = bundle.plan, bundle.verdict
@@ -96,9 +109,9 @@ def warnings(bundle: ResultBundle) -> list[tuple[str, str]]:
         found.append(
             (
                 "Emulated kernels",
-                f"{listing(emulated)} ran {listing(parts) or 'parts'} on the CPU plugin, because this processor has no "
-                "stock kernel for it. The numbers it computes are real, so capacity and quality count; its speed is "
-                "that of the emulation and is marked “emulated kernel”.",
+                f"{listing(emulated)} ran {listing(parts) or 'parts'} on the CPU plugin{_why_plugin(bundle)}. The numbers it "
+                "computes are real, so capacity and quality count; its speed is that of the emulation, not of the engine's own "
+                "kernels, and is marked “emulated kernel”.",
             )
         )
     found += card_warnings(bundle)

@@ -5,7 +5,17 @@ The stages write them with `save`, readers get them back with `load`, so a file 
 another version is refused by name instead of being half understood.
 """
 
-from pipeline.results.machine import EngineFacts, Environment, Gpu, GpuLoad, GpuMemory, GpuProcess, Provenance
+from pipeline.results.machine import (
+    EngineFacts,
+    Environment,
+    Gpu,
+    GpuLoad,
+    GpuMemory,
+    GpuProcess,
+    KernelChoice,
+    KernelTimes,
+    Provenance,
+)
 from pipeline.results.measure import (
     Distribution,
     FillTest,
@@ -64,6 +74,8 @@ __all__ = [
     "GpuMemory",
     "GpuProcess",
     "HandRow",
+    "KernelChoice",
+    "KernelTimes",
     "KvScales",
     "LayerError",
     "LoadLevel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from pipeline.results.record import Record
@@ -23,6 +25,26 @@ class Gpu(Record):
     mig: bool = Field(description="a slice, or a card that is cut into slices")
 
 
+class KernelTimes(Record):
+    """One step of the comparison: microseconds a layer takes with so many tokens, on each kernel."""
+
+    tokens: int
+    stock_us: float
+    plugin_us: float
+    bf16_us: float = Field(description="the same layer without quantization, beside them")
+
+
+class KernelChoice(Record):
+    """Whose kernel a part of the engine runs on, on a CPU."""
+
+    taken: Literal["stock", "plugin"]
+    why: Literal["setting", "need", "comparison", "unmeasured"] = Field(
+        description="setting: the device's file says so; need: this CPU has no other; comparison: `compared` decided; unmeasured: "
+        "the settings don't have the shapes to compare on, and stock is what one gets without asking"
+    )
+    compared: list[KernelTimes] = Field(default=[], description="empty unless the comparison decided")
+
+
 class Environment(Record):
     """The machine that produced the numbers. Nothing in it may change between two runs on one machine."""
 
@@ -37,6 +59,9 @@ class Environment(Record):
     python: str
     packages: dict[str, dict[str, str]] = Field(description="environment name -> package -> version")
     locks: dict[str, str] = Field(description="environment name -> SHA-256 of its lock file")
+    kernels: dict[str, KernelChoice] = Field(
+        default={}, description="int4 and fp8_kv, on a CPU and where a variant has that part"
+    )
 
 
 class GpuProcess(Record):
@@ -104,10 +129,14 @@ class Provenance(Record):
     kv_scales: str | None = Field(description="'checkpoint', '1.0' or null when the KV cache isn't quantized")
     kv_rounding: str | None = Field(
         default=None,
-        description="how the stock CPU kernel rounds to FP8, tried out at the start: nearest, or toward-zero, which loses up "
-        "to a whole step instead of half of one; null where it wasn't tried or nothing is rounded by it",
+        description="how a CPU rounds to FP8: nearest, as the plugin does, or toward-zero, which loses up to a whole step instead "
+        "of half of one; the stock kernel is tried out at the start. null where that wasn't done or nothing is rounded",
     )
     emulated: list[str] = Field(description="parts run by the CPU plugin instead of a stock kernel")
+    kernels: dict[str, KernelChoice] = Field(
+        default={},
+        description="why the parts of this variant run on the stock or the plugin's kernel, on a CPU",
+    )
     sampler: str | None = Field(
         default=None,
         description="what top-k and top-p sampling would run on, as logged: flashinfer or vllm; greedy requests use neither. null "

@@ -56,6 +56,8 @@ class ServeSpec:
     seed: int = 0
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    cpu_plugin: str = "auto"
+    """QUANTGATE_CPU_PLUGIN: which parts run on the plugin's kernels (`cpu_plugin.detect.modes`)."""
 
     def __post_init__(self) -> None:
         check_value("--kv-cache-dtype", self.kv_cache_dtype, self.engine_version)
@@ -122,6 +124,7 @@ def build_environment(
     processes gives up no earlier than after `startup_timeout_s`. An inherited PYTHONPATH stays, behind the plugin's folders. `UserInputError` for a variable of the engine's that may change
     a number and that `spec` doesn't name (`variables`).
     """
+    from pipeline.serving.cpu_plugin.detect import VARIABLE
     from pipeline.serving.cpu_plugin.plugin_path import plugin_pythonpath
 
     environment = dict(os.environ if inherited is None else inherited)
@@ -132,6 +135,7 @@ def build_environment(
     environment |= {
         **spec.environment,
         "PYTHONPATH": os.pathsep.join(part for part in pythonpath if part),
+        VARIABLE: spec.cpu_plugin,
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.compatibility.compilers import compiled_modules, compiler_row
-from pipeline.results import Environment, GpuLoad, Provenance
+from pipeline.results import Environment, GpuLoad, KernelChoice, Provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import LogSignals
 
@@ -30,6 +30,7 @@ def provenance(
         kv_scales=log.kv_scales,
         kv_rounding=log.kv_rounding,
         emulated=list(log.emulated),
+        kernels=_kernels(log, environment),
         sampler=log.sampler,
         compiled_with=_compiled_with(server, log, packages),
         cpu_flags=environment.cpu_flags,
@@ -38,6 +39,15 @@ def provenance(
         gpu_load=gpu_load,
         log_file=str(server.log_path),
     )
+
+
+def _kernels(log: LogSignals, environment: Environment) -> dict[str, KernelChoice]:
+    """The choices that this server's weights and KV cache had a part in."""
+    quantized = {
+        "int4": log.weights_kernel in ("CPUWNA16LinearKernel", "Int4PackLinearKernel"),
+        "fp8_kv": (log.kv_cache_dtype or "").startswith("fp8"),
+    }
+    return {part: choice for part, choice in environment.kernels.items() if quantized[part]}
 
 
 def _compiled_with(server: Server, log: LogSignals, packages: Mapping[str, str]) -> str | None:

@@ -82,9 +82,11 @@ class LogSignals:
 
     @property
     def kv_rounding(self) -> str | None:
-        """How a stock CPU kernel rounds to an FP8 cache, where the plugin tried it out: 'nearest' or 'toward-zero'."""
-        if not (self.kv_cache_dtype or "").startswith("fp8") or "fp8_kv_attention" in self.emulated:
+        """How a CPU rounds to an FP8 cache: 'nearest' as the plugin does, or what it found the stock kernel to do."""
+        if not (self.kv_cache_dtype or "").startswith("fp8"):
             return None
+        if "fp8_kv_attention" in self.emulated:
+            return "nearest"
         found = re.search(r"fp8_kv_rounding=(\S+)", self.plugin or "")
         return None if found is None else found[1]
 

@@ -57,6 +57,23 @@ class ModelSettings(Strict):
     )
 
 
+KernelWish = Literal["stock", "plugin", "measured"]
+
+
+class KernelSettings(Strict):
+    """Whose kernels a CPU runs. Without AVX-512 there are only the plugin's, and `stock` is refused."""
+
+    int4: KernelWish = Field(
+        default="measured",
+        description="the product with 4-bit weights: the engine's own kernel, the plugin's, or the faster of them in a comparison "
+        "made once per machine and model",
+    )
+    fp8_kv: KernelWish = Field(
+        default="measured",
+        description="attention over an FP8 KV cache, as above; the engine's own truncates on a CPU with AVX-512, the plugin's rounds",
+    )
+
+
 class DeviceSettings(Strict):
     """The card, or the memory budget that stands in for one."""
 
@@ -86,12 +103,18 @@ class DeviceSettings(Strict):
         description="FP16/BF16 tensor TFLOPS by the data sheet, dense, FP32 accumulate; null: no time is estimated",
     )
 
+    kernels: KernelSettings | None = Field(
+        default=None, description="of a CPU; null: all measured there, and a card has the engine's own only"
+    )
+
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
     @model_validator(mode="after")
     def _room(self) -> DeviceSettings:
+        if self.kernels is not None and self.kind != "cpu":
+            raise ValueError("kernels are chosen on a CPU only; remove the key")
         if self.held_gib >= self.memory_gib:
             raise ValueError(f"held_gib {self.held_gib} leaves nothing of memory_gib {self.memory_gib}")
         return self

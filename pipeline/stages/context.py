@@ -19,6 +19,7 @@ from pipeline.results import Environment, PlanRow, StageTime, load, save
 from pipeline.runs import point_at
 from pipeline.serving.command import ServeSpec
 from pipeline.serving.engine import check_running
+from pipeline.serving.kernel_choice import plugin_mode
 from pipeline.serving.kv_scales import check_kv_cache
 from pipeline.serving.signals import LogSignals
 from pipeline.serving.weight_kernel import check_weight_kernel
@@ -100,8 +101,13 @@ def planned(name: str) -> PlanRow:
     return load(RESULTS / "plan" / f"{name}.json", PlanRow)
 
 
-def serve_spec(settings: Settings, variant: VariantSettings, row: PlanRow) -> ServeSpec:
-    """How `variant` is served. A CPU gets the pool that the planner's budget leaves; a card sizes its own."""
+def serve_spec(
+    settings: Settings, variant: VariantSettings, row: PlanRow, machine: Environment | None = None
+) -> ServeSpec:
+    """How `variant` is served. A CPU gets the pool that the planner's budget leaves; a card sizes its own.
+
+    `machine` (default: the stage `environment`'s record) says whose kernels a CPU runs.
+    """
     server, device = settings.server, settings.device
     on_cpu = device.kind == "cpu"
     return ServeSpec(
@@ -123,6 +129,7 @@ def serve_spec(settings: Settings, variant: VariantSettings, row: PlanRow) -> Se
         seed=server.seed,
         extra_args=variant.engine_args,
         environment=server.environment,
+        cpu_plugin=plugin_mode((machine or environment()).kernels) if on_cpu else "auto",
     )
 
 

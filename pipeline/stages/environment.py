@@ -19,8 +19,9 @@ from pipeline.files import sha256_file
 from pipeline.gpu import read_gpus
 from pipeline.results import Environment, save
 from pipeline.serving.engine import check_engine
+from pipeline.serving.kernel_choice import NAMES, choose_kernels
 from pipeline.settings import Settings, chosen_profile
-from pipeline.stages.context import RESULTS, stage_main
+from pipeline.stages.context import RESULTS, python_of, stage_main
 
 # Flags that choose a kernel in torch, oneDNN or vLLM.
 KERNEL_FLAGS = (
@@ -73,10 +74,16 @@ def run(settings: Settings, _: str) -> None:
     chosen_profile()  # a params.yaml with keys that nothing reads is refused here
     check_engine(settings)
     record = describe_machine(environments_of(settings))
+    if settings.device.kind == "cpu":
+        record = record.model_copy(
+            update={"kernels": choose_kernels(settings, record, lambda: python_of(settings, "serve"))}
+        )
     save(RESULTS / "environment.json", record)
     print(
         f"{record.cpu_model}, {record.cpu_count} cores, {record.memory_bytes / 1024**3:.1f} GiB, {len(record.gpus)} GPUs"
     )
+    for part, choice in record.kernels.items():
+        print(f"{NAMES[part]}: {choice.taken}, by {choice.why}")
 
 
 if __name__ == "__main__":

@@ -217,6 +217,10 @@ def _variant_params(bundle: ResultBundle, variant: str) -> dict[str, str]:
             "weights_kernel": origin.weights_kernel,
             "kv_scales": origin.kv_scales,
             "emulated_parts": ", ".join(origin.emulated) or "none",
+            **{
+                f"kernel.{part}": f"{choice.taken}, by {choice.why}"
+                for part, choice in origin.kernels.items()
+            },
         }
     return _cut(params)
 

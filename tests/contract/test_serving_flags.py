@@ -30,6 +30,7 @@ from pipeline.settings.compose import profiles
 from pipeline.stages import context
 from tests.support.checkpoint_configs import write_config
 from tests.support.environments import environment_python
+from tests.support.sample_results import environment as machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RTX_4090 = {
@@ -83,7 +84,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, variant in settings.variants.items():
             budget = row_of(settings, variant, geometry_of(settings), card_of(settings, variant)).budget.bytes
             row = PlanRow.model_construct(capacity=Capacity.model_construct(kv_budget_bytes=budget))
-            specs[name] = context.serve_spec(settings, variant, row)
+            specs[name] = context.serve_spec(settings, variant, row, machine())
     argv = {
         name: [*build_command(spec, "python", 8123)[3:], "--skip-tokenizer-init"]
         for name, spec in specs.items()

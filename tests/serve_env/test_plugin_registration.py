@@ -64,6 +64,32 @@ def test_with_avx512_the_stock_kernels_are_left_alone():
     assert said.count("quantgate-cpu-plugin: inactive (stock kernels) fp8_kv_rounding=toward-zero\n") == 1
 
 
+@pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512")
+@pytest.mark.parametrize(
+    ("told", "kernels", "attention", "said"),
+    [
+        (
+            "int4=on,fp8_kv=auto",
+            1,
+            "backends.cpu_attn.CPUAttentionBackend",
+            "int4_awq_linear=emulated fp8_kv_attention=stock",
+        ),
+        (
+            "int4=off,fp8_kv=on",
+            0,
+            "Fp8CPUAttentionBackend",
+            "int4_awq_linear=stock fp8_kv_attention=emulated",
+        ),
+    ],
+)
+def test_with_avx512_a_part_is_taken_where_the_settings_say_so(told, kernels, attention, said):
+    done = run(["-c", LOAD], avx2=False, QUANTGATE_CPU_PLUGIN=told)
+    assert f"kernels: {kernels}\n" in done.stdout, done.stderr
+    assert f"disabled: {['CPUWNA16LinearKernel'] if kernels else []}\n" in done.stdout
+    assert attention in done.stdout
+    assert (done.stdout + done.stderr).count(f"quantgate-cpu-plugin: active {said} version=") == 1
+
+
 @pytest.mark.skipif(not HAS_AVX512, reason="this machine's run is the AVX2 run already")
 def test_kernels_with_avx2_only():
     """The same tests with AVX2 kernels: what a machine without AVX-512 runs."""
@@ -105,6 +131,11 @@ class TestNeeds:
     def test_on_and_off(self, machine):
         assert machine(True, True, mode="on") == detect.Needs(True, True)
         assert machine(False, False, mode="off") == detect.Needs(False, False)
+
+    def test_each_part_by_its_own_word(self, machine):
+        assert machine(True, True, mode="int4=on") == detect.Needs(True, False)
+        assert machine(True, False, mode="int4=on,fp8_kv=off") == detect.Needs(True, False)
+        assert machine(False, True, mode="int4=auto,fp8_kv=on") == detect.Needs(True, True)
 
 
 def test_cuda_is_another_platform(monkeypatch):

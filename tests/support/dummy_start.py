@@ -79,7 +79,8 @@ def planned(settings: Settings, variant: str) -> PlanRow:
 
 def dummy_spec(settings: Settings, variant: str, row: PlanRow) -> ServeSpec:
     """How the stage `measure` would serve the variant, with random weights in place of the checkpoint's."""
-    spec = serve_spec(settings, settings.variants[variant], row)
+    machine = describe_machine(environments_of(settings))
+    spec = serve_spec(settings, settings.variants[variant], row, machine)
     return replace(spec, extra_args=(*spec.extra_args, "--load-format", "dummy"))
 
 

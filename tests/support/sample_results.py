@@ -27,6 +27,7 @@ from pipeline.results import (
     FillTest,
     FiniteScan,
     Gate,
+    KernelChoice,
     KvScales,
     LayerError,
     LoadLevel,
@@ -217,6 +218,11 @@ def provenance(name: str) -> Provenance:
         kv_cache_dtype=shape.kv_cache_dtype,
         kv_scales="1.0" if fp8 else None,
         emulated=list(shape.emulated),
+        kernels={
+            part: KernelChoice(taken="plugin", why="need")
+            for part, name in (("int4", "int4_awq_linear"), ("fp8_kv", "fp8_kv_attention"))
+            if name in shape.emulated
+        },
         cpu_flags=["avx2", "f16c", "fma"],
         gpu=None,
         log_file=f"results/logs/{name}/engine.log",

@@ -11,7 +11,7 @@ from pipeline.report.cards import cards_table
 from pipeline.report.sections.base import Section
 from pipeline.report.table import Cell, Column, Table, name, words
 from pipeline.report.wording import NOT_MEASURED, mebibytes, seconds
-from pipeline.results import Provenance
+from pipeline.results import KernelChoice, Provenance
 
 
 def section(bundle: ResultBundle) -> Section:
@@ -42,6 +42,7 @@ def engine_table(bundle: ResultBundle) -> Table:
         "KV cache taken": lambda origin: words(origin.kv_cache_dtype),
         "KV scales": _scales,
         "KV rounding": _rounding,
+        "Kernel chosen": _kernels,
         "Emulated parts": lambda origin: Cell(", ".join(origin.emulated) or "none"),
         "Sampler": _sampler,
         "Compiled at the start by": lambda origin: (
@@ -79,8 +80,32 @@ ROUNDINGS = {
 }
 
 
+KERNEL_PARTS = {"int4": "int4 product", "fp8_kv": "FP8 KV attention"}
+KERNEL_REASONS = {
+    "setting": "the device's settings name it",
+    "need": "this processor has no other",
+    "unmeasured": "the settings have no shapes to compare on",
+}
+
+
+def _kernels(origin: Provenance) -> Cell:
+    """Whose kernel ran each part that has two, and why; nothing on a card."""
+    said = [
+        f"{KERNEL_PARTS[part]}: {choice.taken}, {KERNEL_REASONS.get(choice.why) or _figures(choice)}"
+        for part, choice in origin.kernels.items()
+    ]
+    return Cell("; ".join(said))
+
+
+def _figures(choice: KernelChoice) -> str:
+    steps = ", ".join(
+        f"{step.plugin_us:,.0f} against {step.stock_us:,.0f} at {step.tokens}" for step in choice.compared
+    )
+    return f"by comparison (plugin against stock, µs a layer at so many tokens: {steps})"
+
+
 def _rounding(origin: Provenance) -> Cell:
-    """Only a CPU's stock kernel is tried out; elsewhere there is nothing to say."""
+    """Only a CPU's kernels are known; elsewhere there is nothing to say."""
     return Cell("" if origin.kv_rounding is None else ROUNDINGS.get(origin.kv_rounding, origin.kv_rounding))
 
 

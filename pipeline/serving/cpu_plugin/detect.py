@@ -1,11 +1,12 @@
-"""Decides, part by part, whether the stock kernel is missing.
+"""Decides, part by part, whether the plugin acts: where it is told to, else where the stock kernel is missing.
 
 Each part asks for what its stock path really needs, not for a list of processors: int4 needs an operator that only some of
 vLLM's libraries contain; FP8 attention needs what `_get_attn_isa` (vllm/v1/attention/backends/cpu_attn.py, 0.32.0) tests.
 
 With AVX-512 both stock paths run, but FP8 isn't the format's: the stock kernel drops mantissa bits instead of rounding
 (csrc/cpu/cpu_attn_fp8.hpp, `float_to_fp8e4m3_scalar`), which shrinks keys and values by 4 % and doubles their error (5.0 against
-2.6 % RMS, measured). That is what the engine does there, so it is left alone and said in the log (`stock_fp8_rounding`).
+2.6 % RMS, measured). That is what the engine does there, so it is left alone unless the device's settings want the plugin's
+kernel, and said in the log (`stock_fp8_rounding`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pipeline.errors import UserInputError
 
 VARIABLE = "QUANTGATE_CPU_PLUGIN"
 MODES = ("auto", "on", "off")
+PARTS = ("int4", "fp8_kv")
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which parts have to be emulated."""
+    """Which parts the plugin runs."""
 
     int4_awq_linear: bool
     fp8_kv_attention: bool
@@ -32,26 +34,35 @@ class Needs:
         return self.int4_awq_linear or self.fp8_kv_attention
 
 
-def mode(environ: Mapping[str, str] | None = None) -> str:
-    """The value of QUANTGATE_CPU_PLUGIN; raises `UserInputError` for one that isn't in `MODES`."""
+def modes(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Part -> mode, as QUANTGATE_CPU_PLUGIN has them: one word for both, or `int4=on,fp8_kv=auto`.
+
+    `UserInputError` for a word that isn't in `MODES` and a part that isn't in `PARTS`.
+    """
     value = (os.environ if environ is None else environ).get(VARIABLE, "auto")
-    if value not in MODES:
-        raise UserInputError(f"{VARIABLE}={value!r} isn't one of {', '.join(MODES)}")
-    return value
+    pairs = value.split(",") if "=" in value else [f"{part}={value}" for part in PARTS]
+    words = {part: word for part, _, word in (pair.partition("=") for pair in pairs)}
+    for part, word in words.items():
+        if part not in PARTS or word not in MODES:
+            raise UserInputError(
+                f"{VARIABLE}={value!r} isn't one of {', '.join(MODES)}, nor such a word for {' and '.join(PARTS)}"
+            )
+    return dict.fromkeys(PARTS, "auto") | words
 
 
 def needs() -> Needs:
-    """What this vLLM process has to emulate. Loads vLLM's kernel library; never anything on other platforms than an x86 CPU."""
-    chosen = mode()
-    if chosen == "off" or not _x86_cpu():
+    """What the plugin runs in this vLLM process. Loads vLLM's kernel library; never anything on other platforms than an x86 CPU."""
+    chosen = modes()
+    if set(chosen.values()) == {"off"} or not _x86_cpu():
         return Needs(False, False)
-    if chosen == "on":
-        return Needs(True, True)
-    return Needs(not stock_multiplies_int4(), not stock_reads_fp8())
+    return Needs(
+        chosen["int4"] == "on" or (chosen["int4"] == "auto" and not stock_multiplies_int4()),
+        chosen["fp8_kv"] == "on" or (chosen["fp8_kv"] == "auto" and not stock_reads_fp8()),
+    )
 
 
 def needed() -> bool:
-    """Whether any part has to be emulated."""
+    """Whether the plugin runs any part."""
     return needs().any
 
 

@@ -402,8 +402,23 @@ def test_kernels_that_an_older_card_lacks() -> None:
 def test_kernels_of_a_cpu_without_avx_512_are_emulated() -> None:
     found = kernels("demo", None)
     assert found["kernels awq-fp8kv"].found == (
-        "weights Int4PackLinearKernel, emulated; fp8 KV CPU_ATTN_FP8, emulated"
+        "weights Int4PackLinearKernel, emulated, by need; fp8 KV CPU_ATTN_FP8, emulated, by need"
     )
+
+
+def test_which_kernels_a_cpu_with_avx_512_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is compared yet
+    able = machine(cpu_flags=["avx2", "avx512f"])
+    found = {c.name: c for c in check_kernels(settings("demo"), able, [])}
+    assert "whichever a comparison at the first run finds faster" in found["kernels awq"].found
+    assert found["kernels bf16"].found == "bfloat16 KV CPU_ATTN"
+    chosen = settings("demo", "device.kernels.int4=plugin", "device.kernels.fp8_kv=stock")
+    found = {c.name: c for c in check_kernels(chosen, able, [])}
+    assert found["kernels awq-fp8kv"].found == (
+        "weights Int4PackLinearKernel, emulated, by setting; fp8 KV CPU_ATTN, stock, by setting"
+    )
+    with pytest.raises(EnvironmentUnfitError, match=r"kernels\.fp8_kv is stock"):
+        list(check_kernels(chosen, machine(), []))
 
 
 def test_another_engine_version_is_a_hint_only() -> None:

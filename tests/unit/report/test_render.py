@@ -13,7 +13,7 @@ from pipeline.report import ResultBundle, render
 from pipeline.report.markdown import render_markdown
 from pipeline.report.sections.quality import worst_loss
 from pipeline.report.wording import NOT_MEASURED
-from pipeline.results import Gate
+from pipeline.results import Gate, KernelChoice, KernelTimes
 from tests.support.sample_results import SHAPES, SLICES, sample_results
 
 VOID = {"meta", "path", "use", "rect", "br"}
@@ -171,6 +171,26 @@ def test_a_real_device_with_stock_kernels_carries_no_caveat(bundle: ResultBundle
     html, markdown = render(real)
     assert "Emulated memory budget." not in html and "Emulated kernels." not in html
     assert 'class="tag">emulated' not in html and "(emulated kernel)" not in markdown
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_whose_kernel_ran_is_said_with_its_reason(bundle: ResultBundle) -> None:
+    figures = [KernelTimes(tokens=8, stock_us=600.0, plugin_us=400.0, bf16_us=500.0)]
+    chosen = {
+        "int4": KernelChoice(taken="plugin", why="comparison", compared=figures),
+        "fp8_kv": KernelChoice(taken="stock", why="setting"),
+    }
+    assert bundle.verdict.variants["awq"].provenance is not None
+    changed = {"emulated": ["int4_awq_linear"], "kernels": chosen}
+    result = bundle.verdict.variants["awq"]
+    awq = result.model_copy(
+        update={"provenance": bundle.verdict.variants["awq"].provenance.model_copy(update=changed)}
+    )
+    verdict = bundle.verdict.model_copy(update={"variants": {**bundle.verdict.variants, "awq": awq}})
+    for text in render(replace(bundle, verdict=verdict)):
+        assert "int4 product: plugin, by comparison" in text and "400 against 600 at 8" in text
+        assert "FP8 KV attention: stock, the device" in text
+        assert "which was the faster in a comparison on this machine" in text
 
 
 def test_the_control_stands_beside_every_delta(rendered: tuple[str, str]) -> None:

@@ -61,14 +61,20 @@ def test_the_metadata_is_not_ignored_by_git():
 
 
 @pytest.mark.parametrize("value", ["auto", "on", "off"])
-def test_switch_takes_its_three_values(value):
-    assert detect.mode({detect.VARIABLE: value}) == value
+def test_one_word_is_for_both_parts(value):
+    assert detect.modes({detect.VARIABLE: value}) == {"int4": value, "fp8_kv": value}
 
 
-def test_switch_defaults_to_auto_and_refuses_anything_else():
-    assert detect.mode({}) == "auto"
-    with pytest.raises(UserInputError, match=r"QUANTGATE_CPU_PLUGIN='yes' isn't one of auto, on, off"):
-        detect.mode({detect.VARIABLE: "yes"})
+def test_each_part_has_its_own_word_and_auto_without_one():
+    assert detect.modes({}) == {"int4": "auto", "fp8_kv": "auto"}
+    assert detect.modes({detect.VARIABLE: "fp8_kv=on"}) == {"int4": "auto", "fp8_kv": "on"}
+    assert detect.modes({detect.VARIABLE: "int4=on,fp8_kv=off"}) == {"int4": "on", "fp8_kv": "off"}
+
+
+@pytest.mark.parametrize("value", ["yes", "int4=yes", "int8=on", "int4=on,off"])
+def test_anything_else_is_refused(value):
+    with pytest.raises(UserInputError, match=rf"QUANTGATE_CPU_PLUGIN='{value}' isn't one of auto, on, off"):
+        detect.modes({detect.VARIABLE: value})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from pipeline.gpu import read_gpus
-from pipeline.results import Environment, Gpu, GpuMemory
+from pipeline.results import Environment, Gpu, GpuMemory, KernelChoice, KernelTimes
 from pipeline.serving.provenance import provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import parse_log
@@ -62,6 +62,7 @@ def test_everything_the_log_says_arrives() -> None:
         "kv_scales": "1.0",
         "kv_rounding": "toward-zero",
         "emulated": [],
+        "kernels": {},
         "sampler": None,
         "compiled_with": None,
         "cpu_flags": ["avx2"],
@@ -113,3 +114,20 @@ def test_the_sampler_is_the_logs() -> None:
     off = "INFO FlashInfer top-p/top-k sampling disabled via VLLM_USE_FLASHINFER_SAMPLER=0."
     on = "INFO Using FlashInfer for top-p & top-k sampling."
     assert [of(line)["sampler"] for line in (off, on, "")] == ["vllm", "flashinfer", None]
+
+
+def test_why_a_kernel_ran_arrives_for_the_parts_that_the_variant_has() -> None:
+    figures = KernelTimes(tokens=8, stock_us=600.0, plugin_us=400.0, bf16_us=500.0)
+    chosen = {
+        "int4": KernelChoice(taken="plugin", why="comparison", compared=[figures]),
+        "fp8_kv": KernelChoice(taken="stock", why="setting"),
+    }
+    fp8 = of((RECORDED / "log-0.32-cpu-fp8kv.txt").read_text(encoding="utf-8"), kernels=chosen)
+    assert fp8["kernels"] == {"fp8_kv": chosen["fp8_kv"].model_dump()}
+    both = of(
+        (RECORDED / "log-0.32-cpu-avx2-plugin-awq-fp8kv.txt").read_text(encoding="utf-8"), kernels=chosen
+    )
+    assert both["kernels"]["int4"]["compared"] == [figures.model_dump()]
+    assert both["emulated"] == ["int4_awq_linear", "fp8_kv_attention"]
+    assert both["kv_rounding"] == "nearest"
+    assert of("", kernels=chosen)["kernels"] == {}
