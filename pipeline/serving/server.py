@@ -8,7 +8,7 @@ without AVX-512). So a server counts as ready when a real completion came back a
 processes belong to a guard (`guard.py`), so that nothing stays behind in any ending, our own SIGKILL included.
 
 A start is 9 s on 2 quiet cores: imports 6, weights and the engine core's rest 2, the API server's routes 1. The next engine's imports aren't
-begun while this one is measured: on 2 cores they made it 11 % slower.
+begun while this one is measured: on 2 cores they made it 11 % slower in two of three trials.
 """
 
 from __future__ import annotations

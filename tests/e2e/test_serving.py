@@ -93,7 +93,7 @@ def test_pool_too_small_for_one_request_is_said_in_a_sentence(prepared_model: Pa
 
 
 PARENT = """
-import sys, time
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from pipeline.serving.server import serve
@@ -101,7 +101,7 @@ from tests.e2e.test_serving import ENGINE_START_S, spec
 model, python, log = map(Path, sys.argv[1:])
 with serve(spec(model), python, log, ENGINE_START_S) as server:
     print(server.pid, server.port, flush=True)
-    time.sleep(3600)
+    sys.stdin.read()  # until the test kills it, or is killed itself
 """
 
 
@@ -117,6 +117,7 @@ def test_engine_of_a_killed_owner_is_gone(prepared_model: Path, tmp_path: Path) 
     owner = subprocess.Popen(
         [sys.executable, "-c", PARENT, prepared_model, environment_python("serve"), tmp_path / "serve.log"],
         cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
