@@ -82,14 +82,14 @@ def make_loud(model: Path, target: Path) -> Path:
 def run(model: Path, kv_cache_dtype: str, folder: Path, reference: ScoredStream | None = None) -> Run:
     """Serve, score the sample, score the token stream (the reference makes it)."""
     spec = ServeSpec(
-        model_dir=model, served_name="m", target="cpu", max_model_len=512, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype,
+        model_dir=model, served_name="m", target="cpu", max_model_len=512, max_num_seqs=16, kv_cache_dtype=kv_cache_dtype,
         kv_cache_memory_bytes=80 * 2**20, block_size=128, engine_version=locked_engine()[1],
     )  # fmt: skip
     with serve(spec, environment_python("serve"), folder / "serve.log", ENGINE_START_S) as server:
-        asked = EvalRun(SET, "team_demo", ITEMS, seed=3, concurrency=8, slice_items={"long_context": 1})
+        asked = EvalRun(SET, "team_demo", ITEMS, seed=3, concurrency=32, slice_items={"long_context": 1})
         endpoint = Endpoint(server.base_url, "m", model, 512)
         scores = run_quality(asked, endpoint, folder / "scores", Hooks(server.check))
-        client = StreamClient(server.base_url, "m", 8, 0, server.check)
+        client = StreamClient(server.base_url, "m", 32, 0, server.check)
         if reference is None:
             tokens = make_stream(
                 client, sample_items(load_items(SET / "items.jsonl"), 12, 3, {"long_context": 1}), 4
