@@ -11,8 +11,10 @@ Measurement(..., phases=laps.phases(), wall_s=laps.wall_s)
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.results.time import Phase
 
@@ -39,3 +41,11 @@ class Laps:
     def phases(self) -> list[Phase]:
         """In the order in which they first ended."""
         return [Phase(name=name, seconds=round(seconds, 2)) for name, seconds in self._seconds.items()]
+
+
+def process_age_s() -> float:
+    """Seconds since this process began, whatever programs it has been since; to a hundredth, where psutil's is to a second (it adds
+    the time of the boot, which is whole)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, ticks since the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from pipeline.compatibility import weight_format
 from pipeline.environments import interpreter, on_device
 from pipeline.errors import EnvironmentUnfitError, UserInputError, run_main
 from pipeline.gpu import lowest_capability
+from pipeline.laps import process_age_s
 from pipeline.lifetime import end_with_dvc
 from pipeline.quality.batching import INVARIANT
 from pipeline.results import Environment, PlanRow, StageTime, load, save
@@ -58,14 +58,9 @@ def stage_main(run: Callable[[Settings, str], None], item: str | None = None) ->
 
 def _keep_time(stage: str) -> None:
     """When this stage's process began and how long it took, beside the results: no stage depends on it."""
-    import psutil
-
-    began = psutil.Process().create_time()
-    started_at = datetime.fromtimestamp(began, UTC)
-    save(
-        TIMES / f"{stage}.json",
-        StageTime(stage=stage, started_at=started_at, wall_s=round(time.time() - began, 2)),
-    )
+    age = process_age_s()
+    started_at = datetime.now(UTC) - timedelta(seconds=age)
+    save(TIMES / f"{stage}.json", StageTime(stage=stage, started_at=started_at, wall_s=round(age, 2)))
 
 
 def variant_of(settings: Settings, name: str) -> VariantSettings:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 from pipeline.laps import Laps
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Clock:
@@ -35,3 +42,25 @@ def test_a_phase_that_failed_is_in_none() -> None:
     except OSError:
         pass
     assert laps.phases() == [] and laps.wall_s == 0.0
+
+
+TICK_S = 0.01
+AGE = """
+import time
+began = time.monotonic()
+from pipeline.laps import process_age_s
+time.sleep(0.2)
+print(time.monotonic() - began, process_age_s())
+"""
+
+
+def test_a_processs_age_is_between_what_it_saw_itself_and_what_its_parent_waited() -> None:
+    """Ten in a row: a clock that is off by part of a second is off the same way each time."""
+    began = time.monotonic()
+    found = [
+        tuple(map(float, subprocess.check_output([sys.executable, "-c", AGE], cwd=ROOT, text=True).split()))
+        for _ in range(10)
+    ]
+    waited = time.monotonic() - began
+    assert all(seen <= age + TICK_S for seen, age in found)
+    assert sum(age for _, age in found) <= waited + 10 * TICK_S
