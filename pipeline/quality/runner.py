@@ -129,7 +129,8 @@ class Scores:
 
 
 def load_ahead() -> threading.Thread:
-    """Import what scoring needs, beside something that is waited for: 0.8 s. A failure shows where it is needed."""
+    """Import what scoring needs, beside something that is waited for: 0.8 s. Join the thread before anything is scored: a module of
+    transformers that is half imported lacks attributes. A failure shows where it is needed."""
 
     def load() -> None:
         with contextlib.suppress(Exception):

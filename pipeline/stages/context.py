@@ -50,17 +50,19 @@ def stage_main(run: Callable[[Settings, str], None], item: str | None = None) ->
         settings = load_settings([f"profile={given[0]}"])
         check_graph(settings)
         point_at(settings.profile)
+        time_file = TIMES / f"{'@'.join([stage, *given[1:]])}.json"
+        time_file.unlink(missing_ok=True)  # a run that is aborted has no time, nor an earlier one's
         run(settings, given[1] if item else "")
-        _keep_time("@".join([stage, *given[1:]]))
+        _keep_time(time_file)
 
     return run_main(body)
 
 
-def _keep_time(stage: str) -> None:
+def _keep_time(path: Path) -> None:
     """When this stage's process began and how long it took, beside the results: no stage depends on it."""
     age = process_age_s()
     started_at = datetime.now(UTC) - timedelta(seconds=age)
-    save(TIMES / f"{stage}.json", StageTime(stage=stage, started_at=started_at, wall_s=round(age, 2)))
+    save(path, StageTime(stage=path.stem, started_at=started_at, wall_s=round(age, 2)))
 
 
 def variant_of(settings: Settings, name: str) -> VariantSettings:

@@ -67,10 +67,11 @@ def run(settings: Settings, name: str) -> None:
     logs = LOGS / "quality" / name
     checkpoint = sha256_tree(weights_folder(variant.weights), DIGESTS / f"{variant.weights}.json")
     laps.end("preparation")
-    load_ahead()
+    ahead = load_ahead()
     with serve(
         spec, python_of(settings, "serve"), logs / "serve.log", settings.server.startup_timeout_s
     ) as server:
+        ahead.join()
         laps.end("engine start")
         print(f"{name}: ready in {server.startup_s:.0f} s", file=sys.stderr)
         said = parse_log(server.log_text())
@@ -81,7 +82,8 @@ def run(settings: Settings, name: str) -> None:
         try:
             scores = _score(settings, name, server, logs, cache, laps)
             stream = _stream(settings, name, server, cache)
-            laps.end("divergence")
+            if stream.prompts:
+                laps.end("divergence")
             finished = True
         finally:
             cache.close(finished)

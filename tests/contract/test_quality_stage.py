@@ -103,6 +103,7 @@ def test_all_score_the_references_stream_and_leave_one_file_each(workspace: Path
     record = load("results/quality/awq.json", Quality)
     assert (record.task, record.n, record.looks) == ("zoo", 40, 1)
     assert record.format is not None and record.format.bos_tokens == 0
+    assert [phase.name for phase in record.phases][2:] == ["zoo", "divergence", "shutdown", "records"]
     assert sorted(path.name for path in Path("results/quality").iterdir()) == sorted(
         f"{name}.{end}" for name in FOLDERS for end in ("json", "logprobs.parquet")
     )
