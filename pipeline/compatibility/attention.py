@@ -68,6 +68,10 @@ ATTENTION = (
         "CPU_ATTN_FP8", FP8, "cpu", 0, 0, CPU_HEADS, 1, 0, "avx2", True, "pipeline/serving/cpu_plugin/fp8_attention.py"
     ),
 )  # fmt: skip
+STOCK_FP8_KV, PLUGIN_FP8_KV = (
+    row.backend for row in ATTENTION if row.kind == "cpu" and "fp8" in row.kv_dtypes
+)
+"""The two that a CPU can read an FP8 cache with: the engine's own and the plugin's."""
 ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN", "CPU_ATTN_FP8")
 ORDER_ON_10 = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN")
 """vLLM 0.32, platforms/cuda.py: _get_backend_priorities. The first that fits is taken."""

@@ -82,6 +82,8 @@ WEIGHT_KERNELS = (
         "vLLM 0.32, model_executor/kernels/linear/scaled_mm/pytorch.py",
     ),
 )  # fmt: skip
+STOCK_INT4, PLUGIN_INT4 = (row.kernel for row in WEIGHT_KERNELS if row.kind == "cpu" and "awq" in row.formats)
+"""The two that a CPU can multiply 4-bit weights with: the engine's own and the plugin's."""
 
 
 def weight_kernel(engine: Engine, scheme_format: str) -> KernelRow | None:

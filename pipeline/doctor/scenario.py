@@ -17,8 +17,9 @@ from pipeline.compatibility import (
     weight_kernel,
     weight_refusals,
 )
+from pipeline.compatibility.attention import PLUGIN_FP8_KV, STOCK_FP8_KV
 from pipeline.compatibility.invariance import invariance_refusals
-from pipeline.compatibility.weights import READ_FROM
+from pipeline.compatibility.weights import PLUGIN_INT4, READ_FROM, STOCK_INT4
 from pipeline.doctor.check import Check, ok, unfit, warn, wrong
 from pipeline.gpu import lowest_capability
 from pipeline.planning import plan_of
@@ -145,7 +146,7 @@ def _kernels(
     if recipe is not None and recipe.quantizes_weights:
         row = weight_kernel(engine, weight_format(recipe))
         if row is not None and "int4" in chosen and recipe.bits == 4:
-            parts.append(f"weights {_two('int4', 'CPUWNA16LinearKernel', 'Int4PackLinearKernel', chosen)}")
+            parts.append(f"weights {_two('int4', STOCK_INT4, PLUGIN_INT4, chosen)}")
         elif row is not None:
             parts.append(f"weights {row.kernel}")
     pinned = variant.attention_backend
@@ -157,7 +158,7 @@ def _kernels(
             also = f" (or {', '.join(others)})" if others and pinned is None and engine.kind == "cuda" else ""
             backend = f"{taken.backend}{also}"
             if "fp8_kv" in chosen and variant.kv_cache_dtype == "fp8":
-                backend = _two("fp8_kv", "CPU_ATTN", "CPU_ATTN_FP8", chosen)
+                backend = _two("fp8_kv", STOCK_FP8_KV, PLUGIN_FP8_KV, chosen)
             parts.append(f"{variant.kv_cache_dtype} KV {backend}")
     return "; ".join(dict.fromkeys(filter(None, parts)))
 

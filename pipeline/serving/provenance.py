@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.compatibility.compilers import compiled_modules, compiler_row
+from pipeline.compatibility.weights import PLUGIN_INT4, STOCK_INT4
 from pipeline.results import Environment, GpuLoad, KernelChoice, Provenance
 from pipeline.serving.server import Server
 from pipeline.serving.signals import LogSignals
@@ -44,7 +45,7 @@ def provenance(
 def _kernels(log: LogSignals, environment: Environment) -> dict[str, KernelChoice]:
     """The choices that this server's weights and KV cache had a part in."""
     quantized = {
-        "int4": log.weights_kernel in ("CPUWNA16LinearKernel", "Int4PackLinearKernel"),
+        "int4": log.weights_kernel in (STOCK_INT4, PLUGIN_INT4),
         "fp8_kv": (log.kv_cache_dtype or "").startswith("fp8"),
     }
     return {part: choice for part, choice in environment.kernels.items() if quantized[part]}
